@@ -31,7 +31,7 @@ from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 
 HELD_OUT_ONE_IN = 8
-"""One calibration sequence in so many is held out of the fit, for the choice of the ridge."""
+"""One calibration sequence in so many is held out of the fit, for the choice of the ridge: the second, the tenth, …"""
 WIDEST_GRAM = 8192
 """Experts with more hidden units have a sample of tokens instead of a Gram matrix, which would have F² entries."""
 SAMPLED_TOKENS = 4096
@@ -241,7 +241,7 @@ class _LayerCollector:
     def _is_held(self, rows: slice) -> Tensor:
         """Return whether each sequence is held out; sequences are numbered over all processes."""
         first = self.rows.start
-        return torch.arange(first + rows.start, first + rows.stop) % HELD_OUT_ONE_IN == HELD_OUT_ONE_IN - 1
+        return torch.arange(first + rows.start, first + rows.stop) % HELD_OUT_ONE_IN == 1
 
 
 class _ExpertSums:

@@ -172,6 +172,7 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     options.diep.check()
     options.recover.check()
     options.distill.check()
+    options.refit.check()
     if options.memory_limit is not None and (options.recover.steps or options.distill.steps):
         raise OptionError("recovery and distillation hold two models; leave out --memory-limit, or train afterwards")
     checkpoint = open_mixture(options.model)

@@ -71,7 +71,7 @@ def narrowed_experts(plan: Plan) -> dict[int, dict[int, tuple[int, tuple[int, ..
 
 def _refit(
     run: MethodRun, moments: Path, layer: int, experts: dict[int, tuple[int, tuple[int, ...]]], path: Path
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Refit one layer and write its projections; return the ridge and the errors."""
     if not processes.is_first():
         return {}

@@ -13,10 +13,9 @@ def show_figures(given: Given, figures: Figures) -> Figures:
     if figures["experts_per_layer"]:
         given.say(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
     if refit := figures.get("refit"):
-        layers = zip(refit["error_without_per_layer"], refit["error_per_layer"], strict=True)
-        given.say(
-            "output error of each layer, before and after the refit: " + ", ".join(f"{a:.1%} {b:.1%}" for a, b in layers)
-        )
+        errors = zip(refit["error_without_per_layer"], refit["error_per_layer"], strict=True)
+        layers = [f"{before:.1%} {after:.1%}" for before, after in errors if after is not None]
+        given.say(f"output error of each layer, before and after the refit: {', '.join(layers) or 'not measured'}")
     if bits := figures.get("weight_bits"):
         share, off = figures["bytes_not_quantized_share"], figures["relative_weight_error"]
         given.say(f"weights of {bits} bits are off by {off or 0:.2%}; {share:.0%} of the bytes keep their dtype")

@@ -47,9 +47,9 @@ class Fitted(NamedTuple):
     downs: list[Tensor]
     """D′ [D, K] of each expert."""
     ridge: float
-    error_without: float
-    """Share of the experts' mean square outputs, on held-out text, that is lost without the refit."""
-    error: float
+    error_without: float | None
+    """Share of the experts' mean square outputs on held-out text that is lost without the refit; None without that text."""
+    error: float | None
     """Share that is lost after the refit."""
 
 
@@ -123,7 +123,8 @@ def refit_layer(
     chosen = DEFAULT_RIDGE if ridge is None and not whole else min(errors, key=lambda each: errors[each])
     errors.setdefault(chosen, 0.0)
     downs = [refitted(_both(own.moments), own.moments.is_gram, own.down_DF, own.kept, chosen).to(dtype) for own in experts()]
-    return Fitted(downs, chosen, without / whole if whole else 0.0, errors[chosen] / whole if whole else 0.0)
+    shares = (without / whole, errors[chosen] / whole) if whole else (None, None)
+    return Fitted(downs, chosen, *shares)
 
 
 def _kept(own: Narrowed) -> Tensor:

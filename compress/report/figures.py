@@ -103,12 +103,15 @@ class SearchFigures(TypedDict):
 
 
 class RefitFigures(TypedDict):
-    """Figures of the refit of down projections, by MoE layer. Errors are of a part of the text that was not fitted."""
+    """Figures of the refit of down projections, by MoE layer.
+
+    Errors are on a part of the calibration text that was not fitted; None without such a part.
+    """
 
     ridge_per_layer: list[float]
-    error_without_per_layer: list[float]
+    error_without_per_layer: list[float | None]
     """Share of the mean square of the experts' outputs that their remaining units miss without the refit."""
-    error_per_layer: list[float]
+    error_per_layer: list[float | None]
     """That share after the refit."""
 
 

@@ -21,8 +21,8 @@ from engine.errors import DataError
 from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (9, 7), generator=torch.Generator().manual_seed(7))
-"""The eighth of the nine sequences is held out."""
-HELD_SEQUENCE = 7
+"""The second of the nine sequences is held out."""
+HELD_SEQUENCE = 1
 
 
 class Slots(NamedTuple):
