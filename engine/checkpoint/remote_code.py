@@ -18,9 +18,9 @@ from typing import Any
 from engine.checkpoint.pack_quantized import CONFIG_KEY
 from engine.errors import OptionError
 from engine.families.architecture import Architecture
-from engine.families.experts import DOWN
 from engine.families.results import otherwise_in_transformers, too_ragged_for_transformers
 from engine.families.table import ARCHITECTURES
+from engine.families.tensor_names import down_name, has_transposed_stacks
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import code_in, named
 
@@ -175,8 +175,7 @@ class CompressedForCausalLM({base}):
 
 def render(row: Architecture) -> str:
     """Return the source of `modeling_compressed.py` for a family."""
-    (block, router), names = row.modules, row.experts.names
-    down, is_transposed = names.projections[DOWN], any(stack.transposed for stack in names.stacks)
+    (block, router), down, is_transposed = row.modules, down_name(row), has_transposed_stacks(row)
     units = {"gate_up_proj": (1 + is_transposed, 2), "gate_up_proj_bias": (1, 2), "down_proj": (2 - is_transposed, 1)}
     return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router, units=units, down=down)
 

@@ -23,6 +23,7 @@ from engine.errors import OptionError, UnsupportedError
 from engine.families.architecture import Architecture
 from engine.families.block_configs import GROUPS_KEY, block_config_widths
 from engine.families.resolve import experts_per_layer
+from engine.families.results import declared_width, width_entries
 from engine.families.table import ARCHITECTURES
 
 _theirs: dict[str, Any] = {}
@@ -114,7 +115,7 @@ def _shown(row: Architecture, config: Any, index: int, experts: int) -> dict[str
     """
     if not experts:
         return {}
-    top_k, declared = row.experts_per_token_key, row.experts.declared_width(config)
+    top_k, declared = row.experts_per_token_key, declared_width(row, config)
     values = dict.fromkeys((key for key in row.count_keys if hasattr(config, key)), experts)
     values[top_k] = min(getattr(config, top_k), experts)
     width, widths = block_config_widths(config.block_configs, index, experts, declared)
@@ -125,13 +126,12 @@ def _shown(row: Architecture, config: Any, index: int, experts: int) -> dict[str
         )
     if width == declared:
         return values
-    others = {} if row.shared is None else row.shared.with_expert_width(config, row.experts, width)
-    if others is None:
+    if (entries := width_entries(row, config, width)) is None:
         raise UnsupportedError(
             f"layer {index} has experts of {width} hidden units, and vLLM takes the width of the shared expert from "
-            f"the same key of config.json, {row.experts.width}; serve it with our own engine"
+            "the same key of config.json; serve it with our own engine"
         )
-    return values | {row.experts.width: width} | others
+    return values | entries
 
 
 @contextmanager

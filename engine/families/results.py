@@ -70,6 +70,17 @@ def _one_width(
     return (None, {}) if changed is None else (width, changed)
 
 
+def declared_width(row: Architecture, family: Any) -> int:
+    """Return the width of the experts that a config of the family says by its own key."""
+    return row.experts.declared_width(family)
+
+
+def width_entries(row: Architecture, family: Any, width: int) -> dict[str, Any] | None:
+    """Return the entries of a config by which experts have this width and other parts keep theirs; None if none do."""
+    others = {} if row.shared is None else row.shared.with_expert_width(family, row.experts, width)
+    return None if others is None else {row.experts.width: width} | others
+
+
 def _without_prediction_layers(row: Architecture) -> dict[str, Any]:
     return {} if row.prediction is None else {row.prediction.count: 0}
 

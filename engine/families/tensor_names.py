@@ -32,6 +32,16 @@ def expert_parts(row: Architecture) -> range:
     return row.experts.names.parts
 
 
+def down_name(row: Architecture) -> str:
+    """Return the last part of the name of an expert's down projection."""
+    return row.experts.names.projections[DOWN]
+
+
+def has_transposed_stacks(row: Architecture) -> bool:
+    """Return whether the family stacks the transposed matrices of its experts."""
+    return any(stack.transposed for stack in row.experts.names.stacks)
+
+
 def router_tensor(row: Architecture, layer: int) -> str:
     """Return the name on disk of a layer's router weight [experts, hidden], or [experts, hidden units] of a gate network."""
     return f"{block_prefix(row, layer)}.{row.router.weight}"
