@@ -163,7 +163,7 @@ def table(figures: dict[str, Any]) -> str:
     whole = ((model, losses_of(figures, model, FULL, FULL)) for model in models)
     full = ", ".join(f"{model} {own.perplexity:.2f}" for model, own in whole if own is not None)
     seeds = (
-        f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents; {figures['seeds']} seeds."
+        f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents; seeds: {figures['seeds']}."
     )
     return f"{seeds}\n\n{markdown(header, rows)}"
 
