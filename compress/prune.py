@@ -11,6 +11,7 @@ from torch import Tensor
 
 from calibrate.batches import training_text
 from calibrate.collect import held_bytes as collecting_bytes
+from calibrate.unit_statistics import held_bytes as unit_bytes
 from compress.distillation.recover import recover
 from compress.distillation.whole_recovery import recover_all
 from compress.methods import METHODS, methods_of
@@ -22,14 +23,14 @@ from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits, planned_config
 from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import Budget, check_groups, expert_widths, groups_of, moe_configs
-from compress.plans.unit_selection import check_units, default_multiple
+from compress.plans.unit_selection import check_units, default_multiple, units_plan
 from compress.refit import refitted
 from compress.report.card import training_lines
 from compress.report.figures import PruneFigures
 from compress.report.pictures import draw_training
 from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
-from compress.run.job import Made, Prepared, Run, check_plain, check_weights, open_mixture, prepare
+from compress.run.job import Made, Run, check_plain, check_weights, open_mixture, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
@@ -75,12 +76,13 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
     return cast(PruneFigures, carry_out(run, lambda: _make(run)))
 
 
-def memory_demand(options: PruneOptions, prepared: Prepared) -> MemoryDemand:
+def memory_demand(options: PruneOptions, prepared: Prunable) -> MemoryDemand:
     """Return the memory that the run needs, by purpose."""
     config = prepared.checkpoint.config
     demand = MemoryDemand(prepared.dtype, prepared.tokens_SL.shape[1], other_bytes=collecting_bytes(config))
     if options.plan is not None:
-        demand = aligning(demand, options, config)
+        refits = options.refit.refit and prepared.plan is not None and granularity(prepared.plan) == "unit"
+        demand = aligning(demand.with_other(unit_bytes(config) if refits else 0), options, config)
     elif REMOVED_EXPERTS[options.merge] is not None:
         demand = averaging(demand, options, config)
     return criterion_of(options.method).memory(demand, options, config)
@@ -134,6 +136,8 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         raise OptionError(f"min-experts is {budget.min_experts}; the router of a {name} takes {needed} in each layer")
     if budget.granularity != "expert":
         return _checked_unit_budget(budget, checkpoint.config, options.merge)
+    if budget.unit_multiple is not None:
+        raise OptionError(f"{options.method} removes whole experts; leave out --unit-multiple, or add --granularity unit")
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))
     if budget.scope == "uniform" and not method.keeps_groups and groups_of(checkpoint.config):
@@ -182,6 +186,8 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     if options.quantiser is not None:
         options.quantiser.check(checkpoint.config)
     budget = checked_budget(options, checkpoint)
+    if budget is not None and budget.unit_multiple is not None:
+        check_fits(_narrowest_plan(budget.unit_multiple, checkpoint.config), checkpoint)  # weights whose units cannot go
     plan = None
     if options.plan is not None:
         plan = plan_from_json(load_json(options.plan, "plan"))
@@ -194,6 +200,12 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     ready = Prunable(**vars(prepared), plan=plan, budget=budget, training_SL=texts[0], validation_VL=texts[1])
     _own_steps(options, ready)
     return ready
+
+
+def _narrowest_plan(width: int, config: DecoderConfig) -> Plan:
+    """Return the plan that keeps the first hidden units of every expert, `width` of them."""
+    widths = expert_widths(config)
+    return units_plan({layer: [range(width)] * len(own) for layer, own in widths.items()}, widths)
 
 
 def check_shard(runs: Sequence[PruneOptions]) -> None:

@@ -91,6 +91,12 @@ def test_a_sweep_takes_methods_of_both_kinds(place: Path) -> None:
     assert {figures["sparsity"] for figures in values["runs"]} == {0.5}
 
 
+def test_packed_weights_are_refused_before_any_work(place: Path) -> None:
+    run("quantize", "model", "--bits", "8", "--group-size", "16", "-o", "low")
+    arguments = ["prune", "low", *TEXT, "--granularity", "unit", "--sparsity", "0.5", "-o", "out"]
+    refused(place, arguments, "packed", "prune the unquantized model")
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
@@ -100,6 +106,7 @@ def test_a_sweep_takes_methods_of_both_kinds(place: Path) -> None:
         (["--granularity", "unit", "--sparsity", "1.5"], ("sparsity is 1.5",)),
         (["--granularity", "both", "--uniform", "--sparsity", "0.5"], ("a uniform result keeps every expert",)),
         (["--method", "reap", "--scope", "expert", "--sparsity", "0.5"], ("add --granularity unit",)),
+        (["--method", "reap", "--unit-multiple", "8", "--sparsity", "0.5"], ("reap removes whole experts",)),
         (["--granularity", "unit", "--unit-multiple", "4096", "--sparsity", "0.5"], ("unit-multiple is 4096",)),
         (["--granularity", "unit", "--unit-multiple", "8", "--sparsity", "0.99"], ("would keep", "lower the sparsity")),
         (["--granularity", "unit", "--sparsity", "0.5", "--ridge", "0"], ("ridge is 0.0",)),
