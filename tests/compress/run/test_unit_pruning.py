@@ -92,7 +92,7 @@ def test_a_sweep_takes_methods_of_both_kinds(place: Path) -> None:
 
 
 def test_packed_weights_are_refused_before_any_work(place: Path) -> None:
-    run("quantize", "model", "--bits", "8", "--group-size", "16", "-o", "low")
+    run("quantize", "model", *TEXT, "--bits", "8", "--group-size", "16", "-o", "low")
     arguments = ["prune", "low", *TEXT, "--granularity", "unit", "--sparsity", "0.5", "-o", "out"]
     refused(place, arguments, "packed", "prune the unquantized model")
 
