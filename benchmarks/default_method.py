@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,14 +81,17 @@ def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
     return {"model": model, "method": method, "seed": seed, "losses": losses, "documents": documents}
 
 
-def in_process(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
-    """Run `run_one` in a process with one thread, and remember what it returns."""
-    command = [sys.executable, __file__, "--worker", f"{model}:{method}:{seed}:{count}"]
+def in_process(script: str, done: Path, *job: str | int) -> dict[str, Any]:
+    """Run a job (model, method, seed, …) of a script's `run_one` in a process with one thread, and remember the result.
+
+    done: the file of finished jobs.
+    """
+    command = [sys.executable, script, "--worker", ":".join(map(str, job))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    run: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{model} {method} seed {seed}: done", file=sys.stderr, flush=True)
-    remember(DONE, run)
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    run: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    print(f"{job[0]} {job[1]} seed {job[2]}: done", file=sys.stderr, flush=True)
+    remember(done, run)
     return run
 
 
@@ -190,7 +194,7 @@ def main() -> None:
     asked += [(model, method, seed) for seed in range(options.seeds) for model in models for method in methods]
     known = {(run["model"], run["method"], run["seed"]): run for run in remembered(DONE)}
     with ThreadPoolExecutor(options.jobs) as pool:
-        made = list(pool.map(lambda job: known.get(job) or in_process(*job, options.windows), asked))
+        made = list(pool.map(lambda job: known.get(job) or in_process(__file__, DONE, *job, options.windows), asked))
     shares = [f"{sparsity:g}" for sparsity in SPARSITIES]
     about = {"default": DEFAULT_METHOD, "methods": methods, "seeds": options.seeds, "sparsities": shares, "length": LENGTH}
     save("default_method", about | {"runs": made})

@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from default_method import window_losses, windows_of
+from default_method import in_process, window_losses, windows_of
 from methods import MODELS, RECOVERY_BATCH, RECOVERY_RATE, RECOVERY_STEPS, begun, train_second_model
-from results import RESULTS, markdown, remember, remembered, save
+from results import RESULTS, markdown, remembered, save
 
 from compress.run.losses import Losses
 
@@ -116,17 +112,6 @@ def run_one(model: str, method: str, seed: int, count: int, samples: int) -> dic
     return run | {"cells": found}
 
 
-def in_process(model: str, method: str, seed: int, count: int, samples: int) -> dict[str, Any]:
-    """Run `run_one` in a process with one thread, and remember what it returns."""
-    command = [sys.executable, __file__, "--worker", f"{model}:{method}:{seed}:{count}:{samples}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    run: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{model} {method} seed {seed}: done", file=sys.stderr, flush=True)
-    remember(DONE, run)
-    return run
-
-
 # Table
 
 
@@ -169,7 +154,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the ratio of each cell by model, method, row and share, and the processor seconds of a method at 50 %."""
+    """Return the ratio of each cell by model, method, row and share."""
     found = {}
     for model in dict.fromkeys(run["model"] for run in figures["runs"]):
         for method, row in rows_of(figures):
@@ -177,10 +162,6 @@ def in_text(figures: dict[str, Any]) -> dict[str, str]:
                 key = f"{model}_{method}_{row}_{100 * sparsity:.0f}".replace("-", "_").replace(" ", "_")
                 if (own := ratio(figures, model, method, f"{sparsity:g} {row}")) is not None:
                     found[key] = f"{own.value:.3f}"
-        for method in figures["methods"]:
-            of_method = [run["cells"] for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
-            first = [next(iter(own.values()))["seconds"] for own in of_method]
-            found[f"{model}_{method}_seconds".replace("-", "_")] = f"{statistics.median(first):.0f}"
     return found
 
 
@@ -215,7 +196,9 @@ def main() -> None:
     ]
     known = {(run["model"], run["method"], run["seed"]): run for run in remembered(DONE)}
     with ThreadPoolExecutor(options.jobs) as pool:
-        made = list(pool.map(lambda job: known.get(job) or in_process(*job, options.windows, options.samples), asked))
+        made = list(
+            pool.map(lambda job: known.get(job) or in_process(__file__, DONE, *job, options.windows, options.samples), asked)
+        )
     save("hidden_units", {"methods": options.methods.split(","), "seeds": options.seeds, "runs": made})
 
 

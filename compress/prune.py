@@ -161,8 +161,7 @@ def _checked_unit_budget(budget: Budget, config: DecoderConfig, merge: str) -> B
         raise OptionError("hidden units are dropped, not merged; leave out --merge, or give --granularity expert")
     if budget.sparsity is None:
         raise OptionError("--experts counts whole experts; say by --sparsity which share of the hidden units to remove")
-    if not 0.0 < budget.sparsity < 1.0:
-        raise OptionError(f"sparsity is {budget.sparsity}; it must lie strictly between 0 and 1")
+    budget.check_sparsity()
     if budget.granularity == "both" and budget.scope == "uniform":
         raise OptionError("a uniform result keeps every expert; leave out --uniform, or give --granularity unit")
     widths = expert_widths(config)

@@ -73,8 +73,7 @@ class Budget:
         """Raise OptionError unless a model with `counts` experts by layer can be cut to this budget."""
         if (self.sparsity is None) == (self.experts is None):
             raise OptionError("give either a sparsity or a number of experts")
-        if self.sparsity is not None and not 0.0 < self.sparsity < 1.0:
-            raise OptionError(f"sparsity is {self.sparsity}; it must lie strictly between 0 and 1")
+        self.check_sparsity()
         largest = max(counts.values())
         if self.experts is not None and not 1 <= self.experts < largest:
             raise OptionError(f"cannot keep {self.experts} experts a layer; the layers have up to {largest}")
@@ -89,6 +88,11 @@ class Budget:
                 f"only {self.kept_in_all(counts)} experts would be kept, and {len(counts)} layers with at least "
                 f"{self.min_experts} each need {least}; lower the sparsity or --min-experts"
             )
+
+    def check_sparsity(self) -> None:
+        """Raise OptionError for a share that would remove nothing or everything."""
+        if self.sparsity is not None and not 0.0 < self.sparsity < 1.0:
+            raise OptionError(f"sparsity is {self.sparsity}; it must lie strictly between 0 and 1")
 
     def _check_each(self, counts: Mapping[int, int]) -> None:
         for layer, kept in self.kept_per_layer(counts).items():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import MOE_FAMILIES, save_reference
+from interruptions import Interruption
 from test_collect import naive_weights
 from torch import Tensor
 
@@ -155,10 +156,6 @@ def test_sums_need_no_moments(model: Checkpoint, tmp_path: Path) -> None:
     directory = collected(model, tmp_path / "units", moments=False)
     assert unit_sums(directory, model.config.moe_layers[0], model.config).tokens_routed.sum() > 0
     assert not list(directory.glob("*expert*"))
-
-
-class Interruption(Exception):
-    """Raised in the place of a signal."""
 
 
 def test_an_interrupted_pass_resumes_at_its_layer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_reference
+from interruptions import Interruption, interrupting
 from torch import Tensor
 
 import compress.methods.gate_gradients
@@ -193,22 +194,6 @@ def test_an_interrupted_pass_ends_in_the_same_sums(
     assert left == [slice(2, 3)]
     with pytest.raises(DataError, match="not the state of this pass"):
         passes(state_path=next(tmp_path.glob("*.safetensors")))
-
-
-class Interruption(Exception):
-    """Raised in the place of a signal."""
-
-
-def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Return the function, which raises Interruption at its call number `at`."""
-    calls = iter(range(at))
-
-    def called(*arguments: Any, **options: Any) -> Any:
-        if next(calls, None) is None:
-            raise Interruption
-        return function(*arguments, **options)
-
-    return called
 
 
 def test_a_pass_layer_by_layer_resumes_at_its_layer(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_reference
+from interruptions import Interruption, interrupting
 
 import engine.passes.layerwise
 import engine.passes.streaming
@@ -32,10 +33,6 @@ from engine.passes.memory_need import MemoryDemand, budget_for
 
 TOKENS = torch.randint(3, 96, (5, 8), generator=torch.Generator().manual_seed(1))
 RELAXATIONS = pytest.mark.parametrize("relaxation", ["paper", "routed", "gated"])
-
-
-class Interruption(KeyboardInterrupt):
-    """A KeyboardInterrupt that a test raises."""
 
 
 @pytest.fixture(name="checkpoint", params=["qwen2_moe", "deepseek_v3"])
@@ -89,18 +86,6 @@ def test_gate_gradients_equal_those_with_all_weights_in_memory(
     for one, other in ((sums, own_sums), (squares, own_squares)):
         assert one.keys() == other.keys()
         assert all(torch.allclose(one[layer], other[layer], rtol=1e-5, atol=1e-10) for layer in one)
-
-
-def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Return the function, which raises an interruption at its call number `at`."""
-    calls = iter(range(at))
-
-    def called(*arguments: Any, **options: Any) -> Any:
-        if next(calls, None) is None:
-            raise Interruption
-        return function(*arguments, **options)
-
-    return called
 
 
 def counted(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
