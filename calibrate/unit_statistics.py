@@ -1,8 +1,11 @@
 """Statistics of hidden units: one streaming pass over text, with the Gram matrices of each expert where a refit needs them.
 
 The hidden units of expert e are h = act(gate·x) ⊙ up·x, the input of its down projection, and w is the weight that the model
-multiplies its output by. A pass keeps the inputs of one MoE layer (in a file beyond the memory limit), and then runs the
-experts a few at a time on the tokens that chose them, so that the Gram matrices of few experts are in memory together.
+multiplies its output by. The FFN that every token uses (a shared expert, or the FFN of a dense layer) is like one more
+expert where it is included; its w is the gate of the shared expert, or 1.
+
+A pass keeps the inputs of one MoE layer (in a file beyond the memory limit), and then runs the experts a few at a time on
+the tokens that chose them, so that the Gram matrices of few experts are in memory together.
 
 Several processes share the text, and their sums are added up.
 
@@ -11,9 +14,11 @@ Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, R tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,19 +48,19 @@ PARTS = ("fit", "held")
 
 @dataclass(frozen=True)
 class UnitSums:
-    """Sums over the calibration tokens that chose each expert of a layer, float64."""
+    """Sums over the calibration tokens that use each FFN of a layer (DecoderConfig.ffn_widths), float64."""
 
-    tokens_routed: Tensor
+    tokens: Tensor
     """[N] number of tokens."""
     square_sum: list[Tensor]
-    """Σ h², [F] for each expert."""
+    """Σ h², [F] for each FFN."""
     weighted_square_sum: list[Tensor]
-    """Σ w²·h², [F] for each expert."""
+    """Σ w²·h², [F] for each FFN."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The second moments Σ w²·h·hᵀ of an expert's hidden units, on the tokens that are fitted and on those held out.
+    """The second moments Σ w²·h·hᵀ of an FFN's hidden units, on the tokens that are fitted and on those held out.
 
     A Gram matrix has the sum itself. A sample has rows a with Σ a·aᵀ in its place.
     """
@@ -71,10 +76,10 @@ def expert_gram_bytes(width: int) -> int:
     return 2 * 8 * width**2 if width <= WIDEST_GRAM else 2 * 4 * SAMPLED_TOKENS * width
 
 
-def held_bytes(config: DecoderConfig) -> int:
+def held_bytes(config: DecoderConfig, include: Collection[str] = ()) -> int:
     """Return the most bytes that `collect_units` holds besides a layer and a batch."""
-    widths = [moe.expert_width for layer in config.layers if (moe := layer.moe) is not None]
-    return max(GRAM_BYTES, 2 * expert_gram_bytes(max(widths)))
+    widest = max(width for own in config.ffn_widths(include).values() for width in own)
+    return max(GRAM_BYTES, 2 * expert_gram_bytes(widest))
 
 
 def collect_units(
@@ -83,31 +88,33 @@ def collect_units(
     directory: Path,
     *,
     moments: bool,
+    include: Collection[str] = (),
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     budget: MemoryBudget = UNLIMITED,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> None:
-    """Write the sums of every MoE layer, and the moments of every expert where asked for, into `directory`.
+    """Write the sums of every layer, and the moments of every FFN where asked for, into `directory`.
 
-    An interrupted pass resumes at its layer, and a finished one does nothing.
+    include: "shared" or "dense", for the FFNs that every token uses. An interrupted pass resumes at its layer, and a
+    finished one does nothing.
     """
-    last = checkpoint.config.moe_layers[-1]
+    last = max(checkpoint.config.ffn_widths(include))
     if processes.told(_sums_path(directory, last).is_file()):
         return
     directory.mkdir(parents=True, exist_ok=True)
     rows = processes.own_rows(*tokens_SL.shape, budget=budget)
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
-        block = layer.feed_forward
-        if not isinstance(block, MoeBlock):
+        block, text = layer.feed_forward, _Text(rows, tokens_SL.shape[1])
+        if isinstance(block, MoeBlock):
+            shared = "shared" in include
+            return partial(
+                _MoeCollector(block, shared, text, dtype, budget, checkpoint.release).write, directory, index, moments
+            )
+        if "dense" not in include:
             return None
-        collector = _LayerCollector(block, rows, tokens_SL.shape[1], dtype, budget, checkpoint.release)
-
-        def finish() -> None:
-            collector.write(directory, index, moments)
-
-        return finish
+        return partial(_DenseCollector(block, text, moments).write, directory, index, moments)
 
     states = stream_layers(
         checkpoint,
@@ -122,18 +129,19 @@ def collect_units(
     states.close()
 
 
-def unit_sums(directory: Path, layer: int, config: DecoderConfig) -> UnitSums:
+def unit_sums(directory: Path, layer: int) -> UnitSums:
     """Read the sums of a layer. Raises DataError for a damaged file."""
     with SafetensorsFile(_sums_path(directory, layer)) as file:
         check_digest(file)
-        experts = range(config.experts_by_layer[layer])
-        squares = ([file.tensor(f"{expert}.{name}").clone() for expert in experts] for name in ("square", "weighted"))
-        return UnitSums(file.tensor("tokens_routed").clone(), *squares)
+        tokens_N = file.tensor("tokens").clone()
+        numbers = range(len(tokens_N))
+        squares = ([file.tensor(f"{number}.{name}").clone() for number in numbers] for name in ("square", "weighted"))
+        return UnitSums(tokens_N, *squares)
 
 
-def unit_moments(directory: Path, layer: int, expert: int) -> Moments:
-    """Read the moments of an expert. Raises DataError for a missing or damaged file."""
-    with SafetensorsFile(_moments_path(directory, layer, expert)) as file:
+def unit_moments(directory: Path, layer: int, number: int) -> Moments:
+    """Read the moments of one of a layer's FFNs. Raises DataError for a missing or damaged file."""
+    with SafetensorsFile(_moments_path(directory, layer, number)) as file:
         check_digest(file)
         fit, held = (file.tensor(part).clone() for part in PARTS)
         return Moments(fit, held, file.metadata["moments"] == "gram")
@@ -143,24 +151,45 @@ def _sums_path(directory: Path, layer: int) -> Path:
     return directory / f"layer-{layer}.safetensors"
 
 
-def _moments_path(directory: Path, layer: int, expert: int) -> Path:
-    return directory / f"layer-{layer}-expert-{expert}.safetensors"
+def _moments_path(directory: Path, layer: int, number: int) -> Path:
+    return directory / f"layer-{layer}-ffn-{number}.safetensors"
 
 
-class _LayerCollector:
+class _Text(NamedTuple):
+    """The sequences of this process."""
+
+    rows: slice
+    """Their numbers among the sequences of all processes."""
+    length: int
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences of this process."""
+        return int(self.rows.stop - self.rows.start)
+
+    def is_held(self, start: int, tokens: int) -> Tensor:
+        """Return whether each of so many tokens, from sequence `start` of this process, is held out."""
+        first = self.rows.start + start
+        is_held_S = torch.arange(first, first + tokens // self.length) % HELD_OUT_ONE_IN == 1
+        return is_held_S.repeat_interleave(self.length)
+
+
+class _MoeCollector:
     """Keeps the inputs and the selections of one MoE block, and sums up its hidden units afterwards."""
 
     def __init__(
         self,
         block: MoeBlock,
-        rows: slice,
-        length: int,
+        shared: bool,
+        text: _Text,
         dtype: torch.dtype,
         budget: MemoryBudget,
         release: Callable[[], None],
     ) -> None:
-        self.block, self.rows, self.length, self.budget, self.release = block, rows, length, budget, release
-        self.kept = Activations((rows.stop - rows.start, length, block.hidden_size), dtype, together=2, budget=budget)
+        """shared: whether the shared expert is included."""
+        self.block, self.text, self.length, self.budget, self.release = block, text, text.length, budget, release
+        self.networks = [*block.experts, *([block.shared] if shared and block.shared is not None else [])]
+        self.kept = Activations((text.sequences, text.length, block.hidden_size), dtype, together=2, budget=budget)
         self.chosen: list[Tensor] = []
         self.weights: list[Tensor] = []
         self.scales: list[Tensor] = []
@@ -181,74 +210,111 @@ class _LayerCollector:
     def write(self, directory: Path, layer: int, moments: bool) -> None:
         """Write the layer's files; the sums come last, and mark the others as complete."""
         self.block.observer = None
-        sums: dict[str, Tensor] = {}
-        routed_N = torch.zeros(len(self.block.experts), dtype=torch.float64)
-        for group in self._groups(moments):
-            found = [_ExpertSums(expert, self._expert(expert).width, moments) for expert in group]
-            self._add_up(found)
-            for own in found:
-                own.add_up_processes()
-                routed_N[own.expert] = own.tokens
-                sums |= {f"{own.expert}.square": own.square_F, f"{own.expert}.weighted": own.weighted_F}
-                if moments and processes.is_first():
-                    kind = {"moments": "gram" if own.is_gram else "sample"}
-                    write_state(_moments_path(directory, layer, own.expert), own.moments(), kind, "moments of hidden units")
+        _write(directory, layer, moments, self._summed(moments))
         self.kept.close()
-        if processes.is_first():
-            sums["tokens_routed"] = routed_N.long()
-            write_state(_sums_path(directory, layer), sums, {}, "statistics of hidden units")
-        processes.wait()
 
-    def _expert(self, index: int) -> Expert:
-        expert = self.block.experts[index]
-        assert isinstance(expert, Expert)
-        return expert
+    def _summed(self, moments: bool) -> Iterator[_UnitSums]:
+        """Yield the sums of each FFN."""
+        for group in self._groups(moments):
+            found = [_UnitSums(number, self.networks[number].width, moments) for number in group]
+            self._add_up(found)
+            yield from found
 
     def _groups(self, moments: bool) -> Iterator[list[int]]:
-        """Yield the experts whose moments are summed up together."""
+        """Yield the FFNs whose moments are summed up together."""
         group: list[int] = []
         held = 0
-        for expert in range(len(self.block.experts)):
-            size = expert_gram_bytes(self._expert(expert).width) if moments else 0
+        for number, network in enumerate(self.networks):
+            size = expert_gram_bytes(network.width) if moments else 0
             if group and held + size > GRAM_BYTES:
                 yield group
                 group, held = [], 0
-            group.append(expert)
+            group.append(number)
             held += size
         yield group
 
-    def _add_up(self, group: Sequence[_ExpertSums]) -> None:
-        """Run these experts on all their tokens, batch by batch."""
-        device = self.block.router_ND.device
-        counts = {own.expert: sum(int((chosen_TK == own.expert).sum()) for chosen_TK in self.chosen) for own in group}
-        start = 0
-        for number, chosen_TK in enumerate(self.chosen):
+    def _add_up(self, group: Sequence[_UnitSums]) -> None:
+        """Run these FFNs on all their tokens, batch by batch."""
+        device, start = self.block.router_ND.device, 0
+        counts = {own.number: self._count(own.number) for own in group}
+        for batch, chosen_TK in enumerate(self.chosen):
             rows = slice(start, start + len(chosen_TK) // self.length)
             x_TD = self.kept[rows].flatten(0, 1).to(device)
-            is_held_T = self._is_held(rows).repeat_interleave(self.length)
+            is_held_T = self.text.is_held(start, len(chosen_TK))
             for own in group:
-                token_R, slot_R = (chosen_TK == own.expert).nonzero(as_tuple=True)
-                if not len(token_R):
-                    continue
-                x_RD = x_TD[token_R.to(device)]
-                if self.scales:
-                    x_RD = x_RD * self.scales[number][token_R, slot_R, None].to(x_RD)
-                h_RF = self._expert(own.expert).units(x_RD).float().cpu()
-                own.add(h_RF, self.weights[number][token_R, slot_R], is_held_T[token_R], counts[own.expert])
+                x_RD, weight_R, token_R = self._used(own.number, batch, x_TD)
+                if len(token_R):
+                    h_RF = self.networks[own.number].units(x_RD).float().cpu()
+                    own.add(h_RF, weight_R, is_held_T[token_R], counts[own.number])
                 self.budget.relieve(self.release)
             start = rows.stop
 
-    def _is_held(self, rows: slice) -> Tensor:
-        """Return whether each sequence is held out; sequences are numbered over all processes."""
-        first = self.rows.start
-        return torch.arange(first + rows.start, first + rows.stop) % HELD_OUT_ONE_IN == 1
+    def _used(self, number: int, batch: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs [R, D] of an FFN in a batch, the weights [R] of its outputs, and the tokens [R]."""
+        if number == len(self.block.experts):
+            weight_T1 = self.block.shared_weights(x_TD)
+            weight_T = torch.ones(len(x_TD)) if weight_T1 is None else weight_T1.squeeze(1).float().cpu()
+            return x_TD, weight_T, torch.arange(len(x_TD))
+        token_R, slot_R = (self.chosen[batch] == number).nonzero(as_tuple=True)
+        x_RD = x_TD[token_R.to(x_TD.device)]
+        if self.scales:
+            x_RD = x_RD * self.scales[batch][token_R, slot_R, None].to(x_RD)
+        return x_RD, self.weights[batch][token_R, slot_R], token_R
+
+    def _count(self, number: int) -> int:
+        """Return the number of tokens that use an FFN, in this process."""
+        if number == len(self.block.experts):
+            return self.text.sequences * self.text.length
+        return sum(int((chosen_TK == number).sum()) for chosen_TK in self.chosen)
 
 
-class _ExpertSums:
-    """The sums of one expert."""
+class _DenseCollector:
+    """Sums up the hidden units of a dense layer's FFN while the layer runs."""
 
-    def __init__(self, expert: int, width: int, moments: bool) -> None:
-        self.expert, self.is_gram, self.tokens = expert, width <= WIDEST_GRAM, 0
+    def __init__(self, network: Expert, text: _Text, moments: bool) -> None:
+        self.network, self.text = network, text
+        self.sums, self.seen = _UnitSums(0, network.width, moments), 0
+        network.unit_observer = self
+
+    def units(self, number: int, h_RF: Tensor) -> Tensor:
+        """Add a batch."""
+        is_held_R = self.text.is_held(self.seen // self.text.length, len(h_RF))
+        self.sums.add(h_RF.float().cpu(), torch.ones(len(h_RF)), is_held_R, self.text.sequences * self.text.length)
+        self.seen += len(h_RF)
+        return h_RF
+
+    def output(self, y_TD: Tensor) -> Tensor:
+        """Return the output as it is."""
+        return y_TD
+
+    def write(self, directory: Path, layer: int, moments: bool) -> None:
+        """Write the layer's files."""
+        self.network.unit_observer = None
+        _write(directory, layer, moments, [self.sums])
+
+
+def _write(directory: Path, layer: int, moments: bool, found: Iterable[_UnitSums]) -> None:
+    """Write a layer's files; the sums come last, and mark the others as complete."""
+    sums: dict[str, Tensor] = {}
+    tokens = []
+    for own in found:
+        own.add_up_processes()
+        tokens.append(own.tokens)
+        sums |= {f"{own.number}.square": own.square_F, f"{own.number}.weighted": own.weighted_F}
+        if moments and processes.is_first():
+            kind = {"moments": "gram" if own.is_gram else "sample"}
+            write_state(_moments_path(directory, layer, own.number), own.moments(), kind, "moments of hidden units")
+    if processes.is_first():
+        sums["tokens"] = torch.tensor(tokens)
+        write_state(_sums_path(directory, layer), sums, {}, "statistics of hidden units")
+    processes.wait()
+
+
+class _UnitSums:
+    """The sums of one FFN."""
+
+    def __init__(self, number: int, width: int, moments: bool) -> None:
+        self.number, self.is_gram, self.tokens = number, width <= WIDEST_GRAM, 0
         self.square_F = torch.zeros(width, dtype=torch.float64)
         self.weighted_F = torch.zeros_like(self.square_F)
         self.grams = {part: torch.zeros(width, width, dtype=torch.float64) for part in PARTS if moments and self.is_gram}
@@ -257,7 +323,7 @@ class _ExpertSums:
         """Tokens of each part so far, so that sampled tokens are equally far apart across batches."""
 
     def add(self, h_RF: Tensor, weight_R: Tensor, is_held_R: Tensor, count: int) -> None:
-        """Add some tokens. count: number of the expert's tokens in this process, which decides how many are sampled."""
+        """Add some tokens. count: number of the FFN's tokens in this process, which decides how many are sampled."""
         self.tokens += len(h_RF)
         self.square_F += h_RF.double().square().sum(0)
         a_RF = weight_R[:, None] * h_RF

@@ -18,11 +18,12 @@ from compress.methods import METHODS, methods_of
 from compress.methods.cka import REMOVED_EXPERTS
 from compress.methods.criterion import aligning, averaging, criterion_of
 from compress.methods.inputs import MethodRun, Prunable
+from compress.methods.unit_criterion import include_of
 from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits, planned_config
 from compress.plans.plan import Plan, plan_from_json
-from compress.plans.selection import Budget, check_groups, expert_widths, groups_of, moe_configs
+from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs
 from compress.plans.unit_selection import check_units, default_multiple, units_plan
 from compress.refit import refitted
 from compress.report.card import training_lines
@@ -82,7 +83,7 @@ def memory_demand(options: PruneOptions, prepared: Prunable) -> MemoryDemand:
     demand = MemoryDemand(prepared.dtype, prepared.tokens_SL.shape[1], other_bytes=collecting_bytes(config))
     if options.plan is not None:
         refits = options.refit.refit and prepared.plan is not None and granularity(prepared.plan) == "unit"
-        demand = aligning(demand.with_other(unit_bytes(config) if refits else 0), options, config)
+        demand = aligning(demand.with_other(unit_bytes(config, INCLUDED) if refits else 0), options, config)
     elif REMOVED_EXPERTS[options.merge] is not None:
         demand = averaging(demand, options, config)
     return criterion_of(options.method).memory(demand, options, config)
@@ -109,6 +110,7 @@ def _make(run: MethodRun) -> Made:
         add_files=lambda directory: criterion.add_files(run, directory),
         draw=lambda directory: draw_training(directory, options.output.name, distilled.histories),
         quantiser=None if options.quantiser is None else Quantiser(options.quantiser),
+        include=include_of(run),
     )
 
 
@@ -138,6 +140,8 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         return _checked_unit_budget(budget, checkpoint.config, options.merge)
     if budget.unit_multiple is not None:
         raise OptionError(f"{options.method} removes whole experts; leave out --unit-multiple, or add --granularity unit")
+    if budget.include:
+        raise OptionError(f"{options.method} removes whole experts; leave out --include, or add --granularity unit")
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))
     if budget.scope == "uniform" and not method.keeps_groups and groups_of(checkpoint.config):
@@ -164,10 +168,15 @@ def _checked_unit_budget(budget: Budget, config: DecoderConfig, merge: str) -> B
     budget.check_sparsity()
     if budget.granularity == "both" and budget.scope == "uniform":
         raise OptionError("a uniform result keeps every expert; leave out --uniform, or give --granularity unit")
-    widths = expert_widths(config)
+    has = {"shared" if layer in config.moe_layers else "dense" for layer in config.common_widths}
+    if lacking := [kind for kind in budget.include if kind not in has]:
+        network = {"shared": "no shared experts", "dense": "no layers without experts"}[lacking[0]]
+        raise OptionError(f"include is {lacking[0]!r}, and this model has {network}; leave it out of --include")
+    include = tuple(kind for kind in INCLUDED if kind in budget.include)
+    widths = config.ffn_widths(include)
     multiple = default_multiple(widths) if budget.unit_multiple is None else budget.unit_multiple
-    check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts)
-    return replace(budget, unit_multiple=multiple)
+    check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts, config.experts_by_layer)
+    return replace(budget, unit_multiple=multiple, include=include)
 
 
 def prepare_pruning(options: PruneOptions) -> Prunable:
@@ -186,7 +195,7 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
         options.quantiser.check(checkpoint.config)
     budget = checked_budget(options, checkpoint)
     if budget is not None and budget.unit_multiple is not None:
-        check_fits(_narrowest_plan(budget.unit_multiple, checkpoint.config), checkpoint)  # weights whose units cannot go
+        check_fits(_narrowest_plan(budget, checkpoint.config), checkpoint)  # weights whose units cannot go
     plan = None
     if options.plan is not None:
         plan = plan_from_json(load_json(options.plan, "plan"))
@@ -201,10 +210,12 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     return ready
 
 
-def _narrowest_plan(width: int, config: DecoderConfig) -> Plan:
-    """Return the plan that keeps the first hidden units of every expert, `width` of them."""
-    widths = expert_widths(config)
-    return units_plan({layer: [range(width)] * len(own) for layer, own in widths.items()}, widths)
+def _narrowest_plan(budget: Budget, config: DecoderConfig) -> Plan:
+    """Return the plan that keeps one multiple of hidden units of every FFN, the first ones."""
+    assert budget.unit_multiple is not None
+    kept = range(budget.unit_multiple)
+    every = {layer: [kept] * len(own) for layer, own in config.ffn_widths(budget.include).items()}
+    return units_plan(every, config.ffn_widths(), config.common_widths)
 
 
 def check_shard(runs: Sequence[PruneOptions]) -> None:
@@ -244,7 +255,8 @@ def make_plan(run: MethodRun) -> Plan:
 def granularity(plan: Plan) -> str:
     """Return whether a plan removes whole experts or hidden units ("unit")."""
     experts = [expert for own in plan.layers.values() for expert in own]
-    return "unit" if any(part.units is not None for expert in experts for part in expert.parts) else "expert"
+    loses_units = any(part.units is not None for expert in experts for part in expert.parts)
+    return "unit" if plan.common or loses_units else "expert"
 
 
 def recovered(run: MethodRun, plan: Plan, made: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""The refit of a run: least squares for the down projections of all experts that lost hidden units.
+"""The refit of a run: least squares for the down projections of all FFNs that lost hidden units.
 
-The moments of hidden units (calibrate/unit_statistics.py) are read one expert at a time, and solved layer by layer
+The moments of hidden units (calibrate/unit_statistics.py) are read one FFN at a time, and solved layer by layer
 (methods/refit.py). The new projections are written into the work directory, from which `apply` reads them memory-mapped.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +21,9 @@ from compress.methods.unit_criterion import down_projection, unit_directory
 from compress.plans.plan import Plan
 from compress.report.figures import RefitFigures
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN
-from engine.families.tensor_names import expert_tensor
+from engine.families.tensor_names import expert_tensor, ffn_tensor
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import heap, processes
@@ -37,8 +39,8 @@ class Refitted:
 
 
 def refitted(run: MethodRun, plan: Plan) -> Refitted:
-    """Return the refit of a run; nothing where it was not requested, or no expert lost units."""
-    narrowed = narrowed_experts(plan)
+    """Return the refit of a run; nothing where it was not requested, or no FFN lost units."""
+    narrowed = narrowed_ffns(plan, run.prepared.checkpoint.config)
     if not run.options.refit.refit or not narrowed:
         return Refitted()
     directory = run.work.path / "refit"
@@ -58,36 +60,47 @@ def refitted(run: MethodRun, plan: Plan) -> Refitted:
     return Refitted(tensors, figures)
 
 
-def narrowed_experts(plan: Plan) -> dict[int, dict[int, tuple[int, tuple[int, ...]]]]:
-    """Return (source expert, units that stay) of each expert of the result that lost units, by layer and number."""
-    found: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}
+class NarrowedFfn(NamedTuple):
+    """One FFN of the result that lost hidden units."""
+
+    name: str
+    """Name of its down projection in the result."""
+    source: int
+    """Its number in the source (DecoderConfig.ffn_widths)."""
+    units: tuple[int, ...]
+    """Units of the source that stay."""
+
+
+def narrowed_ffns(plan: Plan, config: DecoderConfig) -> dict[int, list[NarrowedFfn]]:
+    """Return the FFNs that lost units, by layer."""
+    row, counts = config.architecture, config.experts_by_layer
+    found: dict[int, list[NarrowedFfn]] = {}
     for layer, experts in plan.layers.items():
         for index, expert in enumerate(experts):
             units, source = expert.parts[0].units, expert.origin
             if units is not None and isinstance(source, int):
-                found.setdefault(layer, {})[index] = source, units
+                found.setdefault(layer, []).append(NarrowedFfn(expert_tensor(row, layer, index, DOWN), source, units))
+    for layer, units in plan.common.items():
+        number = counts.get(layer, 0)
+        found.setdefault(layer, []).append(NarrowedFfn(ffn_tensor(config, layer, number, DOWN), number, units))
     return found
 
 
-def _refit(
-    run: MethodRun, moments: Path, layer: int, experts: dict[int, tuple[int, tuple[int, ...]]], path: Path
-) -> dict[str, float | None]:
+def _refit(run: MethodRun, moments: Path, layer: int, networks: list[NarrowedFfn], path: Path) -> dict[str, float | None]:
     """Refit one layer and write its projections; return the ridge and the errors."""
     if not processes.is_first():
         return {}
     checkpoint = run.prepared.checkpoint
     found = refit_layer(
-        lambda: _experts(checkpoint, moments, layer, experts), run.options.refit.ridge, checkpoint.model_dtype
+        lambda: _narrowed(checkpoint, moments, layer, networks), run.options.refit.ridge, checkpoint.model_dtype
     )
-    names = (expert_tensor(checkpoint.config.architecture, layer, index, DOWN) for index in experts)
+    names = (network.name for network in networks)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_state(path, dict(zip(names, found.downs, strict=True)), {}, "the refit")
     checkpoint.release()
     return {"ridge": found.ridge, "error_without": found.error_without, "error": found.error}
 
 
-def _experts(
-    checkpoint: Checkpoint, moments: Path, layer: int, experts: dict[int, tuple[int, tuple[int, ...]]]
-) -> Iterator[Narrowed]:
-    for source, units in experts.values():
+def _narrowed(checkpoint: Checkpoint, moments: Path, layer: int, networks: list[NarrowedFfn]) -> Iterator[Narrowed]:
+    for _, source, units in networks:
         yield Narrowed(unit_moments(moments, layer, source), down_projection(checkpoint, layer, source), units)

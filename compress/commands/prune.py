@@ -19,7 +19,7 @@ from compress.report.columns import text_table
 from engine.errors import OptionError
 from engine.options import names, option
 
-UNIT_OPTIONS = names(RefitOptions) | {"unit_multiple"}
+UNIT_OPTIONS = names(RefitOptions) | {"unit_multiple", "include"}
 """Options that only methods for hidden units use."""
 
 
@@ -111,8 +111,8 @@ def _budget(given: Given, method: str, sparsity: float | None) -> Budget:
     granularity = values["granularity"] or row.granularity
     if values["scope"] == "expert" and granularity == "expert":
         raise OptionError("--scope expert keeps the same number of hidden units in every expert; add --granularity unit")
-    multiple, scope = values["unit_multiple"], _scope(given) or row.scopes[0]
-    return Budget(sparsity, values["experts"], scope, values["min_experts"], granularity, multiple)
+    multiple, include, scope = values["unit_multiple"], values["include"] or (), _scope(given) or row.scopes[0]
+    return Budget(sparsity, values["experts"], scope, values["min_experts"], granularity, multiple, include)
 
 
 def _scope(given: Given) -> str | None:

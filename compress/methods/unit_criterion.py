@@ -18,16 +18,16 @@ from compress.methods.refit import RIDGES
 from compress.options.plan_run import RunOptions
 from compress.options.prune import PruneOptions
 from compress.plans.plan import Plan
-from compress.plans.selection import expert_widths
-from compress.plans.unit_selection import select_units, units_plan
+from compress.plans.unit_selection import included, select_units, units_plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN
-from engine.families.tensor_names import expert_tensor
+from engine.families.tensor_names import ffn_tensor
 from engine.passes.memory_need import MemoryDemand
 
 UnitScores = Mapping[int, Sequence[Tensor]]
-"""A score for each hidden unit, [F] for each expert, by decoder layer index; units with higher scores are kept."""
+"""A score for each hidden unit, [F] for each FFN (DecoderConfig.ffn_widths), by decoder layer index; units with higher
+scores are kept."""
 
 
 def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool) -> Criterion:
@@ -39,11 +39,13 @@ def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool
         scored = scores(run)
         if run.options.shard:
             gc.collect()  # the modules of a sharded model hold reference cycles
-        kept = select_units(scored, budget.sparsity, budget.scope, budget.unit_multiple, budget.least_experts)
-        return units_plan(kept, expert_widths(config))
+        rule = budget.sparsity, budget.scope, budget.unit_multiple, budget.least_experts
+        kept = select_units(scored, *rule, config.experts_by_layer)
+        return units_plan(kept, config.ffn_widths(), config.common_widths)
 
     def memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
-        return replace(demand.with_other(held_bytes(config)), gradients=gradients)
+        include = () if options.budget is None else options.budget.include
+        return replace(demand.with_other(held_bytes(config, include)), gradients=gradients)
 
     def phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
         if gradients:
@@ -63,13 +65,14 @@ def moments_phase(costs: PassCosts) -> Phase:
 
 def unit_directory(run: MethodRun, *, moments: bool) -> Path:
     """Return the directory with the statistics of hidden units of the calibration text, which are collected once."""
-    directory = run.work.shared / ("unit-moments" if moments else "unit-sums")
-    prepared = run.prepared
+    prepared, include = run.prepared, include_of(run)
+    directory = run.work.shared / "-".join(["unit", "moments" if moments else "sums", *include])
     collect_units(
         prepared.checkpoint,
         prepared.tokens_SL,
         directory,
         moments=moments,
+        include=include,
         dtype=prepared.dtype,
         device=run.options.device,
         budget=run.memory_budget,
@@ -81,9 +84,17 @@ def unit_directory(run: MethodRun, *, moments: bool) -> Path:
 def sums_of(run: MethodRun) -> dict[int, UnitSums]:
     """Return the sums of every MoE layer, from the pass that also collects the moments where the run refits."""
     directory, config = unit_directory(run, moments=run.options.refit.refit), run.prepared.checkpoint.config
-    return {layer: unit_sums(directory, layer, config) for layer in config.moe_layers}
+    return {layer: unit_sums(directory, layer) for layer in config.ffn_widths(include_of(run))}
 
 
-def down_projection(checkpoint: Checkpoint, layer: int, expert: int) -> Tensor:
-    """Return an expert's down projection, [D, F]."""
-    return checkpoint.tensor(expert_tensor(checkpoint.config.architecture, layer, expert, DOWN))
+def include_of(run: MethodRun) -> tuple[str, ...]:
+    """Return the kinds of FFNs beside the routed experts that lose units in a run (selection.INCLUDED)."""
+    plan, budget = run.prepared.plan, run.prepared.budget
+    if plan is not None:
+        return included(plan, run.prepared.checkpoint.config)
+    return () if budget is None else budget.include
+
+
+def down_projection(checkpoint: Checkpoint, layer: int, number: int) -> Tensor:
+    """Return the down projection of one of a layer's FFNs, [D, F]."""
+    return checkpoint.tensor(ffn_tensor(checkpoint.config, layer, number, DOWN))

@@ -9,7 +9,7 @@ Shape suffixes: B sequences of one batch, L positions, N experts, R tokens of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from compress.methods.gate_gradients import Sums, gated, loaded_decoder, pass_over_text, sampled_loss
 from compress.methods.inputs import MethodRun
-from compress.methods.unit_criterion import UnitScores, unit_criterion
-from compress.plans.selection import expert_widths
+from compress.methods.unit_criterion import UnitScores, include_of, unit_criterion
 from engine.passes.layerwise import AnyDecoder, backward
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 
@@ -28,7 +27,7 @@ class UnitGradients(NamedTuple):
     """Sums of squared gradients by decoder layer index, over all tokens."""
 
     units: dict[int, list[Tensor]]
-    """Σ (h·∂L/∂h)², [F] float64 for each expert."""
+    """Σ (h·∂L/∂h)², [F] float64 for each FFN (DecoderConfig.ffn_widths)."""
     output: dict[int, Tensor]
     """Σ (∂L/∂y)², [D] float64."""
 
@@ -62,14 +61,16 @@ class _SquaredGradient(torch.autograd.Function):
 
 
 class _Observer:
-    """Sums up the squares of one block."""
+    """Sums up the squares of one layer."""
 
     def __init__(self, units: list[Tensor], output_D: Tensor) -> None:
         self._units, self._output_D = units, output_D
 
-    def units(self, expert: int, h_RF: Tensor) -> Tensor:
-        """Return h, whose backward pass is observed."""
-        observed: Tensor = _SquaredUse.apply(h_RF, self._units[expert])  # type: ignore[no-untyped-call]
+    def units(self, number: int, h_RF: Tensor) -> Tensor:
+        """Return h, whose backward pass is observed if the FFN is included."""
+        if number >= len(self._units):
+            return h_RF
+        observed: Tensor = _SquaredUse.apply(h_RF, self._units[number])  # type: ignore[no-untyped-call]
         return observed
 
     def output(self, y_TD: Tensor) -> Tensor:
@@ -83,30 +84,35 @@ def unit_gradients(
     tokens_SL: Tensor,
     seed: int = 0,
     *,
+    include: Collection[str] = (),
     state_path: Path | None = None,
     budget: MemoryBudget = UNLIMITED,
     progress: Callable[[Iterable[slice]], Iterable[slice]] = iter,
 ) -> UnitGradients:
-    """Return the sums over the text. state_path: where they are saved, so that an interrupted pass continues from there."""
+    """Return the sums over the text.
+
+    include: "shared" or "dense", for the FFNs that every token uses. state_path: where the sums are saved, so that an
+    interrupted pass continues from there.
+    """
     config, device = decoder.config, decoder.device
-    widths = list(expert_widths(config).values())
-    shapes = {f"units.{number}.{expert}": width for number, own in enumerate(widths) for expert, width in enumerate(own)}
-    shapes |= {f"output.{number}": config.hidden_size for number in range(len(widths))}
+    widths = config.ffn_widths(include)
+    names = {layer: [f"units.{layer}.{number}" for number in range(len(own))] for layer, own in widths.items()}
+    shapes = {name: width for layer in widths for name, width in zip(names[layer], widths[layer], strict=True)}
+    shapes |= {f"output.{layer}": config.hidden_size for layer in widths}
     sums = Sums({name: torch.zeros(size, dtype=torch.float64) for name, size in shapes.items()}, seed, device)
 
     def add(tokens_BL: Tensor, directory: Path | None) -> None:
         leaves = {name: zero.clone().to(device).requires_grad_() for name, zero in sums.tensors.items()}
-        observers = [
-            _Observer([leaves[f"units.{number}.{expert}"] for expert in range(len(own))], leaves[f"output.{number}"])
-            for number, own in enumerate(widths)
-        ]
+        observers = {
+            layer: _Observer([leaves[name] for name in own], leaves[f"output.{layer}"]) for layer, own in names.items()
+        }
         backward(
             decoder,
             tokens_BL,
             gated(decoder, len(tokens_BL))[0],
             sampled_loss(decoder, tokens_BL, sums.generator),
             trained=leaves,
-            observe=observers.__getitem__,
+            observe=observers,
             generator=sums.generator,
             directory=directory,
             budget=budget,
@@ -116,11 +122,8 @@ def unit_gradients(
                 sums.tensors[name] += leaf.grad.cpu()
 
     pass_over_text(decoder, tokens_SL, sums, add, own_samples=True, state_path=state_path, budget=budget, progress=progress)
-    units = {
-        layer: [sums.tensors[f"units.{number}.{expert}"] for expert in range(len(widths[number]))]
-        for number, layer in enumerate(config.moe_layers)
-    }
-    return UnitGradients(units, {layer: sums.tensors[f"output.{number}"] for number, layer in enumerate(config.moe_layers)})
+    units = {layer: [sums.tensors[name] for name in own] for layer, own in names.items()}
+    return UnitGradients(units, {layer: sums.tensors[f"output.{layer}"] for layer in widths})
 
 
 def gradients_of(run: MethodRun, sequences: int | None = None) -> UnitGradients:
@@ -128,21 +131,23 @@ def gradients_of(run: MethodRun, sequences: int | None = None) -> UnitGradients:
 
     sequences: how many of the calibration text's sequences are read, at most; None for all.
     """
-    tokens_SL = run.prepared.tokens_SL[:sequences]
+    tokens_SL, include = run.prepared.tokens_SL[:sequences], include_of(run)
+    name = "-".join(["unit-gradients", str(len(tokens_SL)), *include])
 
     def compute() -> dict[str, Any]:
         found = unit_gradients(
             loaded_decoder(run),
             tokens_SL,
             run.options.diep.seed,
-            state_path=run.work.shared / f"unit-gradients-{len(tokens_SL)}.safetensors",
+            include=include,
+            state_path=run.work.shared / f"{name}.safetensors",
             budget=run.memory_budget,
             progress=run.bar("gradients of hidden units (batches)"),
         )
         units = {str(layer): [own.tolist() for own in experts] for layer, experts in found.units.items()}
         return {"units": units, "output": {str(layer): own.tolist() for layer, own in found.output.items()}}
 
-    values = run.work.once(f"unit_gradients_{len(tokens_SL)}", compute, shared=True)
+    values = run.work.once(name, compute, shared=True)
 
     def tensor(row: list[float]) -> Tensor:
         return torch.tensor(row, dtype=torch.float64)
@@ -152,7 +157,7 @@ def gradients_of(run: MethodRun, sequences: int | None = None) -> UnitGradients:
 
 
 def fisher_scores(run: MethodRun) -> UnitScores:
-    """Return the score of each unit, [F] float64 for each expert, by decoder layer index."""
+    """Return the score of each unit, [F] float64 for each FFN, by decoder layer index."""
     return gradients_of(run).units
 
 

@@ -1,6 +1,7 @@
 """Magnitude of hidden units: Σ over tokens of w²·h_f²·‖D_f‖², the unit's part in the energy of the block's output.
 
-w is the router's weight, h_f the unit and D_f its column of the down projection. One pass of text, without gradients.
+w is the weight of the FFN's output, h_f the unit and D_f its column of the down projection. One pass of text, without
+gradients.
 
 Shape suffixes: D hidden size, F expert width.
 """
@@ -17,11 +18,11 @@ from engine.checkpoint.checkpoint import Checkpoint
 
 
 def magnitude_scores(checkpoint: Checkpoint, sums: Mapping[int, UnitSums]) -> UnitScores:
-    """Return the score of each unit, [F] float64 for each expert, by decoder layer index."""
+    """Return the score of each unit, [F] float64 for each FFN, by decoder layer index."""
     scores: dict[int, list[Tensor]] = {}
     for layer, own in sums.items():
         energies = enumerate(own.weighted_square_sum)
-        scores[layer] = [energy_F * column_energies(down_projection(checkpoint, layer, e)) for e, energy_F in energies]
+        scores[layer] = [energy_F * column_energies(down_projection(checkpoint, layer, n)) for n, energy_F in energies]
     return scores
 
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from calibrate.unit_statistics import unit_moments
 from compress.methods.inputs import MethodRun
 from compress.methods.refit import factored, mean_square
-from compress.methods.unit_criterion import UnitScores, down_projection, unit_criterion, unit_directory
+from compress.methods.unit_criterion import UnitScores, down_projection, include_of, unit_criterion, unit_directory
 from compress.methods.unit_fisher import gradients_of
-from compress.plans.selection import expert_widths
 
 RIDGE = 1e-2
 """ρ of H, where ρ̄ = ρ·mean(diag H)."""
@@ -60,17 +59,17 @@ def surgeon_scores(gram_FF: Tensor, down_DF: Tensor, weight_D: Tensor, ridge: fl
 
 
 def obs_scores(run: MethodRun) -> UnitScores:
-    """Return the score of each unit, [F] float64 for each expert, by decoder layer index."""
+    """Return the score of each unit, [F] float64 for each FFN, by decoder layer index."""
     directory, output = unit_directory(run, moments=True), gradients_of(run, GRADIENT_SEQUENCES).output
     checkpoint, tokens = run.prepared.checkpoint, run.prepared.tokens_SL[:GRADIENT_SEQUENCES].numel()
     scores: dict[int, list[Tensor]] = {}
-    for layer, widths in expert_widths(checkpoint.config).items():
+    for layer, widths in checkpoint.config.ffn_widths(include_of(run)).items():
         scores[layer] = []
-        for expert in range(len(widths)):
-            moments = unit_moments(directory, layer, expert)
+        for number in range(len(widths)):
+            moments = unit_moments(directory, layer, number)
             parts = (moments.fit, moments.held)
             gram_FF = sum((own if moments.is_gram else own.T @ own for own in parts), torch.zeros(()))
-            scores[layer].append(surgeon_scores(gram_FF, down_projection(checkpoint, layer, expert), output[layer] / tokens))
+            scores[layer].append(surgeon_scores(gram_FF, down_projection(checkpoint, layer, number), output[layer] / tokens))
     return scores
 
 

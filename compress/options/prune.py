@@ -229,6 +229,7 @@ class MergeOptions(PruneOptions):
             min_experts=left_out(),
             granularity=left_out(),
             unit_multiple=left_out(),
+            include=left_out(),
         )
     )
     method: str = option(DEFAULT_MERGE_METHOD, group=MERGE, choices=methods_of("merge"), help="How experts are grouped.")

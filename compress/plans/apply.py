@@ -28,6 +28,7 @@ from engine.families.resolve import architecture_of, decoder_config
 from engine.families.results import as_dense, too_ragged_for_transformers, with_experts
 from engine.families.tensor_names import (
     block_prefix,
+    common_tensor,
     dense_tensor,
     expert_parts,
     expert_tensor,
@@ -47,8 +48,12 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     """Raise PlanError unless the plan fits this checkpoint, and UnsupportedError where its family cannot store the
     result.
     """
-    row, layers = checkpoint.config.architecture, enumerate(checkpoint.config.layers)
-    check_plan(plan, {index: layer.moe for index, layer in layers if layer.moe is not None})
+    row, config = checkpoint.config.architecture, checkpoint.config
+    check_plan(
+        plan,
+        {index: layer.moe for index, layer in enumerate(config.layers) if layer.moe is not None},
+        config.common_widths,
+    )
     if plan.kind == "dense" and row.not_dense is not None:
         raise UnsupportedError(f"{checkpoint.directory}: a {row.model_type} cannot be made dense: {row.not_dense}")
     for layer, planned in plan.layers.items():
@@ -65,9 +70,11 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
 
 def _selects_units(plan: Plan, checkpoint: Checkpoint) -> bool:
     """Return whether hidden units go by this plan, or went from its source: dense layers are then padded to one width."""
-    sources = {width for layer in checkpoint.config.layers if layer.moe is not None for width in layer.moe.widths}
+    moes = [layer.moe for layer in checkpoint.config.layers if layer.moe is not None]
+    sources = {width for moe in moes for width in moe.widths}
+    shared = {moe.shared_width for moe in moes}
     parts = [part for experts in plan.layers.values() for expert in experts for part in expert.parts]
-    return len(sources) > 1 or any(part.units is not None for part in parts)
+    return max(len(sources), len(shared)) > 1 or any(part.units is not None for part in parts)
 
 
 def _check_units_can_go(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -76,14 +83,20 @@ def _check_units_can_go(plan: Plan, checkpoint: Checkpoint) -> None:
     The rows of gate and up could go one by one, but the groups of down projections lie along the hidden units.
     """
     row = checkpoint.config.architecture
-    for layer, experts in plan.layers.items():
-        for source in (source for expert in experts for part in expert.parts if part.units for source in part.sources):
-            name = _source_name(row, layer, source, DOWN)
-            if checkpoint.is_packed(name):
-                raise UnsupportedError(
-                    f"{checkpoint.directory}: {name} is packed in groups of hidden units, so single units cannot be taken "
-                    "out; prune the unquantized model, then `compress quantize` the result"
-                )
+    narrowed = (
+        _source_name(row, layer, source, DOWN)
+        for layer, experts in plan.layers.items()
+        for expert in experts
+        for part in expert.parts
+        if part.units
+        for source in part.sources
+    )
+    for name in (*narrowed, *(_common_name(checkpoint.config, layer, DOWN) for layer in plan.common)):
+        if checkpoint.is_packed(name):
+            raise UnsupportedError(
+                f"{checkpoint.directory}: {name} is packed in groups of hidden units, so single units cannot be taken "
+                "out; prune the unquantized model, then `compress quantize` the result"
+            )
 
 
 def _check_nothing_is_mixed(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -136,7 +149,8 @@ def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
     counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]
     groups = {layer: _groups(plan, checkpoint, layer) for layer in plan.layers}
     own_groups = {layer: own for layer, own in groups.items() if own}
-    changed = with_experts(raw, counts, own_groups, _widths(plan, checkpoint))
+    common = checkpoint.config.common_widths | {layer: len(units) for layer, units in plan.common.items()}
+    changed = with_experts(raw, counts, own_groups, _widths(plan, checkpoint), common)
     changed["architectures"] = [checkpoint.config.architecture.causal_lm_class]
     needs_code = "block_configs" in changed and architecture_of(changed).in_transformers
     needs_code = needs_code and too_ragged_for_transformers(changed) is None
@@ -374,7 +388,25 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
                 made[name] = _deferred(_rows, checkpoint, name, experts)
             elif row.dense_sibling is None:  # the softmax of one logit is always 1
                 made[name] = _deferred(torch.zeros, 1, *inputs)
+    for layer, units in plan.common.items():
+        for projection in range(3):
+            name = _common_name(checkpoint.config, layer, projection)
+            made[name] = _deferred(_narrowed, checkpoint, name, projection, units)
     return made
+
+
+def _common_name(config: DecoderConfig, layer: int, projection: int) -> str:
+    return common_tensor(config.architecture, layer, config.layers[layer].moe is not None, projection)
+
+
+def _narrowed(checkpoint: Checkpoint, name: str, projection: int, units: Sequence[int]) -> Tensor:
+    """Return a projection of an FFN with some of its hidden units."""
+    return checkpoint.tensor(name).index_select(_along(projection), torch.tensor(units))
+
+
+def _along(projection: int) -> int:
+    """Return the dimension of hidden units in a projection."""
+    return 1 if projection == DOWN else 0
 
 
 def ffn_tensor(plan: Plan, checkpoint: Checkpoint, layer: int, index: int, projection: int) -> str:
@@ -406,7 +438,7 @@ def side_by_side(blocks: Sequence[Tensor], projection: int) -> Tensor:
     """
     if projection == DOWN_BIAS:
         return torch.stack(list(blocks)).sum(0)
-    return torch.cat(list(blocks), dim=1 if projection == DOWN else 0)
+    return torch.cat(list(blocks), dim=_along(projection))
 
 
 def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
@@ -420,7 +452,7 @@ def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int)
         tensor, units = _source_tensor(checkpoint, layer, source, projection), _units_of(part, source)
         if units is None or projection == DOWN_BIAS:
             return tensor
-        return tensor.index_select(1 if projection == DOWN else 0, torch.tensor(units))
+        return tensor.index_select(_along(projection), torch.tensor(units))
 
     if len(part.sources) == 1 and part.sources[0].coefficient * scale == 1.0:
         return taken(part.sources[0])

@@ -5,6 +5,9 @@ sum of source experts, whose hidden units may be permuted first (merging), or a 
 expert also has a weighted sum of source router rows. Pruning is the one-hot case. In JSON an unchanged expert is its
 number, so a pruning plan reads `"0": [0, 3, 5]`; a permutation or a selection of units is one string of numbers.
 
+A plan may also select hidden units of the FFN that every token of a layer uses: its shared expert or, in a dense layer, the
+only FFN.
+
 A plan is small and readable, and it is part of the artifact's provenance. `apply` (apply.py) executes any plan.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -82,6 +85,9 @@ class Plan:
 
     layers: Mapping[int, tuple[PlannedExpert, ...]]
     kind: str = "moe"
+    common: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Hidden units that stay of the FFN that every token uses (DecoderConfig.common_widths), ascending, by decoder layer
+    index; a layer that is not named keeps all."""
 
     @property
     def experts_per_layer(self) -> tuple[int, ...]:
@@ -135,8 +141,11 @@ def expert_width(expert: PlannedExpert, moe: MoeConfig) -> int:
     return sum(part_width(part, moe) for part in expert.parts)
 
 
-def check_plan(plan: Plan, layers: Mapping[int, MoeConfig]) -> None:
-    """Raise PlanError unless the plan fits a model with these MoE layers, by decoder layer index."""
+def check_plan(plan: Plan, layers: Mapping[int, MoeConfig], common: Mapping[int, int]) -> None:
+    """Raise PlanError unless the plan fits a model with these MoE layers, by decoder layer index.
+
+    common: the widths of the FFNs that every token uses (DecoderConfig.common_widths).
+    """
     if plan.kind not in ("moe", "dense"):
         raise PlanError(f"plan kind is {plan.kind!r}; it must be 'moe' or 'dense'")
     if set(plan.layers) != set(layers):
@@ -152,12 +161,25 @@ def check_plan(plan: Plan, layers: Mapping[int, MoeConfig]) -> None:
             raise PlanError(f"{where}: a dense plan has exactly one expert a layer and no router row")
         for index, expert in enumerate(planned):
             _check_expert(expert, f"{where}, expert {index}", layers[layer], plan.kind)
+    _check_common(plan, common)
     widest = max((moe.expert_width for moe in layers.values()), default=0)
     for layer, planned in plan.layers.items() if plan.kind == "moe" else ():
         if (width := max(expert_width(expert, layers[layer]) for expert in planned)) > widest:
             raise PlanError(
                 f"plan, layer {layer}: has an expert that is {width} hidden units wide; the model's are {widest} at most"
             )
+
+
+def _check_common(plan: Plan, widths: Mapping[int, int]) -> None:
+    if plan.common and plan.kind == "dense":
+        raise PlanError("the plan selects hidden units beside the experts; only a plan of kind 'moe' does")
+    for layer, units in plan.common.items():
+        where = f"plan, common FFN of layer {layer}"
+        if layer not in widths:
+            raise PlanError(f"{where}: this model has neither a shared expert nor a dense FFN there")
+        if not units:
+            raise PlanError(f"{where}: keeps no hidden unit; every layer needs at least one")
+        _check_units(units, widths[layer], where, "this FFN has")
 
 
 def _check_expert(expert: PlannedExpert, where: str, moe: MoeConfig, kind: str) -> None:
@@ -198,9 +220,13 @@ def _check_part(part: Part, where: str, moe: MoeConfig) -> None:
         return
     if not part.units:
         raise PlanError(f"{where}: keeps no hidden unit; leave the expert out of the plan, so that its router row goes too")
-    if (unit := next((unit for unit in part.units if not 0 <= unit < widths[0]), None)) is not None:
-        raise PlanError(f"{where}: keeps hidden unit {unit}; its sources have units 0 to {widths[0] - 1}")
-    for before, unit in pairwise(part.units):
+    _check_units(part.units, widths[0], where, "its sources have")
+
+
+def _check_units(units: Sequence[int], width: int, where: str, sources: str) -> None:
+    if (unit := next((unit for unit in units if not 0 <= unit < width), None)) is not None:
+        raise PlanError(f"{where}: keeps hidden unit {unit}; {sources} units 0 to {width - 1}")
+    for before, unit in pairwise(units):
         if unit == before:
             raise PlanError(f"{where}: keeps hidden unit {unit} twice; name each unit once")
         if unit < before:
@@ -213,7 +239,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "kind": plan.kind,
         "layers": {str(layer): [_expert_to_json(e) for e in plan.layers[layer]] for layer in sorted(plan.layers)},
-    }
+    } | ({"common": {str(layer): _in_one_line(plan.common[layer]) for layer in sorted(plan.common)}} if plan.common else {})
 
 
 def _expert_to_json(expert: PlannedExpert) -> Any:
@@ -256,12 +282,24 @@ def plan_from_json(values: Any) -> Plan:
         raise PlanError(
             f"plan has schema_version {shown(version)}; this version reads {SCHEMA_VERSION}; update moe-compress"
         )
-    layers = {}
+    layers, common = {}, {}
     for name, experts in values["layers"].items():
-        if not name.isascii() or not name.isdigit() or len(name) > MAX_DIGITS or not isinstance(experts, list):
+        if not _is_number(name) or not isinstance(experts, list):
             raise PlanError(f"plan, layer {shown(name)}: expected a layer number and a list of experts")
         layers[int(name)] = tuple(_expert_from_json(e, f"plan, layer {name}, expert {i}") for i, e in enumerate(experts))
-    return Plan(layers, values.get("kind", "moe"))
+    named = values.get("common", {})
+    for name, units in named.items() if isinstance(named, dict) else [(named, None)]:
+        try:
+            if not _is_number(name) or (kept := _units(units)) is None:
+                raise ValueError("expected a layer number and numbers of hidden units")
+            common[int(name)] = kept
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"plan, common FFN of layer {shown(name)}: {error}") from error
+    return Plan(layers, values.get("kind", "moe"), common)
+
+
+def _is_number(name: Any) -> bool:
+    return isinstance(name, str) and name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS
 
 
 def _expert_from_json(values: Any, where: str) -> PlannedExpert:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 REMOVE = "What to remove"
 SCOPES = ("global", "layer", "uniform")
 GRANULARITIES = ("expert", "unit", "both")
+INCLUDED = ("shared", "dense")
 LARGEST_MULTIPLE = 64
 """Largest default of `unit_multiple`: tiles of vLLM's kernels have 64 units, packed groups 32 or 64 weights."""
 
@@ -59,6 +60,14 @@ class Budget:
         metavar="N",
         unset=f"a power of two up to {LARGEST_MULTIPLE}",
         help="Experts keep multiples of N hidden units.",
+    )
+    include: tuple[str, ...] = option(
+        (),
+        group=REMOVE,
+        choices=INCLUDED,
+        several="commas",
+        unset="routed experts alone",
+        help="Also remove hidden units of shared experts (shared) and of the FFNs of layers without experts (dense).",
     )
 
     def __post_init__(self) -> None:
@@ -191,11 +200,6 @@ def _in_turns(order: Sequence[int], groups: Sequence[int]) -> list[int]:
 def moe_configs(config: DecoderConfig) -> dict[int, MoeConfig]:
     """Return the mixture config of each MoE layer, by decoder layer index."""
     return {index: moe for index, layer in enumerate(config.layers) if (moe := layer.moe) is not None}
-
-
-def expert_widths(config: DecoderConfig) -> dict[int, tuple[int, ...]]:
-    """Return the width of each expert by decoder layer index."""
-    return {index: moe.widths for index, moe in moe_configs(config).items()}
 
 
 def groups_of(config: DecoderConfig) -> dict[int, tuple[int, ...]]:

@@ -126,6 +126,8 @@ class Made:
     """Draws the command's own pictures into the artifact's directory."""
     quantiser: Quantiser | None = None
     """Rounds the result's weights to low-bit weights; None keeps their dtype."""
+    include: tuple[str, ...] = ()
+    """Kinds of FFNs beside the routed experts whose hidden units the figures count (DecoderConfig.ffn_widths)."""
 
 
 def open_mixture(model: str) -> Checkpoint:

@@ -21,7 +21,6 @@ from calibrate.windows import Windows
 from compress.options.job import JobOptions
 from compress.plans.apply import apply, carried_files
 from compress.plans.plan import plan_to_json
-from compress.plans.selection import expert_widths
 from compress.report import plots
 from compress.report.card import model_card
 from compress.report.diep_scores import load_scores
@@ -148,7 +147,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         if own is not None:
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
-        width = max(map(max, expert_widths(source.config).values()), default=0)
+        width = max(map(max, source.config.ffn_widths().values()), default=0)
         models = [_before(run, before), _after(options, made, result, own, after, width)]
         record = ExpertRecord(*(model.seen for model in models))
         if record.after.routed or record.after.within:
@@ -237,8 +236,8 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
     options, source = run.options, run.prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
     removed = 1.0 - experts_after / experts_before if experts_before else 0.0
-    calibration, widths = run.prepared.calibration, expert_widths(result.config)
-    units_before, units_after = (sum(map(sum, own.values())) for own in (expert_widths(source.config), widths))
+    calibration, configs = run.prepared.calibration, (source.config, result.config)
+    units_before, units_after = (sum(map(sum, config.ffn_widths(made.include).values())) for config in configs)
     own: Mapping[str, object] = {
         "artifact": str(options.output),
         "method": made.method,
@@ -248,7 +247,7 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
         "experts_per_layer": list(result.config.experts_per_layer),
         "units_before": units_before,
         "units_after": units_after,
-        "widths_per_layer": [list(own) for own in widths.values()],
+        "widths_per_layer": [list(own) for own in result.config.ffn_widths().values()],
         "parameters_before": source.parameters,
         "parameters_after": result.parameters,
         "bytes_before": source.bytes,

@@ -20,7 +20,7 @@ from engine.errors import OptionError
 from engine.families.architecture import Architecture
 from engine.families.results import otherwise_in_transformers, too_ragged_for_transformers
 from engine.families.table import ARCHITECTURES
-from engine.families.tensor_names import down_name, has_transposed_stacks
+from engine.families.tensor_names import dense_module, down_name, has_transposed_stacks, shared_module
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import code_in, named
 
@@ -44,6 +44,8 @@ _TEMPLATE = '''\
 no experts and is left as it is. `expert_groups` beside it is the group of each expert, where a router has groups.
 `intermediate_size` is the number of hidden units of the layer's experts, and `expert_widths` that of each expert, where
 they differ: experts are stacked in memory, and all but the widest are followed there by hidden units that are zero.
+`shared_expert_intermediate_size` is the number of hidden units of the layer's shared expert, and
+`block_configs[i].ffn.intermediate_size` that of the FFN of a layer without experts.
 Load with `AutoModelForCausalLM.from_pretrained(dir, trust_remote_code=True)`.
 """
 
@@ -71,6 +73,20 @@ def _narrow(experts, width):
     for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
         if hasattr(experts, name):
             setattr(experts, name, width)
+
+
+def _narrow_ffn(network, width):
+    """Keep the first `width` hidden units of a feed-forward network: only shapes matter here."""
+    linears = dict(network.named_children())
+    down = next(linear for name, linear in linears.items() if name.startswith(("down", "output")))
+    whole = down.in_features
+    if width > whole:
+        raise ValueError(f"block_configs asks for {{width}} hidden units, and config.json has {{whole}}")
+    for linear in (own for own in linears.values() if isinstance(own, nn.Linear)):
+        along, kept = (1, width) if linear is down else (0, linear.out_features // whole * width)
+        weight = linear.weight
+        linear.weight = nn.Parameter(weight.detach().narrow(along, 0, kept).clone(), weight.requires_grad)
+        linear.out_features, linear.in_features = linear.weight.shape
 
 
 class _Stacked(MergeModulelist):
@@ -149,13 +165,18 @@ class CompressedForCausalLM({base}):
         super().__init__(config)
         config.output_router_logits = False
         for layer, block_config in zip(self.model.layers, config.block_configs, strict=True):
-            moe = (block_config.get("ffn") or {{}}).get("moe")
+            ffn = block_config.get("ffn") or {{}}
+            moe = ffn.get("moe")
+            if not moe and "intermediate_size" in ffn:
+                _narrow_ffn(layer.{dense}, ffn["intermediate_size"])
             if moe:
                 grouped = getattr(config, "n_group", None) not in (None, 1)
                 top_k = config.num_experts_per_tok
                 _resize(layer.{block}, moe["num_local_experts"], top_k, moe.get("expert_groups"), grouped)
                 if "intermediate_size" in moe:
                     _narrow(layer.{block}.experts, moe["intermediate_size"])
+                if "shared_expert_intermediate_size" in moe:
+                    _narrow_ffn(layer.{shared}, moe["shared_expert_intermediate_size"])
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
@@ -177,7 +198,8 @@ def render(row: Architecture) -> str:
     """Return the source of `modeling_compressed.py` for a family."""
     (block, router), down, is_transposed = row.modules, down_name(row), has_transposed_stacks(row)
     units = {"gate_up_proj": (1 + is_transposed, 2), "gate_up_proj_bias": (1, 2), "down_proj": (2 - is_transposed, 1)}
-    return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router, units=units, down=down)
+    common = {"dense": dense_module(row), "shared": shared_module(row)}
+    return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router, units=units, down=down, **common)
 
 
 def auto_map() -> dict[str, str]:

@@ -21,9 +21,14 @@ from typing import Any
 
 from engine.errors import OptionError, UnsupportedError
 from engine.families.architecture import Architecture
-from engine.families.block_configs import GROUPS_KEY, block_config_widths
+from engine.families.block_configs import (
+    GROUPS_KEY,
+    block_config_dense_width,
+    block_config_shared_width,
+    block_config_widths,
+)
 from engine.families.resolve import experts_per_layer
-from engine.families.results import declared_width, width_entries
+from engine.families.results import declared_shared_width, declared_width, dense_width, width_entries
 from engine.families.table import ARCHITECTURES
 
 _theirs: dict[str, Any] = {}
@@ -111,25 +116,29 @@ def check_groups(config: Mapping[str, Any]) -> None:
 def _shown(row: Architecture, config: Any, index: int, experts: int) -> dict[str, int]:
     """Return the values of the config that a layer is to see: its count, a top-k that is not above it, and its width.
 
-    A dense layer, of 0 experts, sees the config as it is. Raises UnsupportedError for widths that vLLM cannot build.
+    A dense layer, of 0 experts, sees the width of its FFN. Raises UnsupportedError for widths that vLLM cannot build.
     """
+    blocks = config.block_configs
     if not experts:
-        return {}
+        key, width = dense_width(row, config)
+        return {key: block_config_dense_width(blocks, index, width)}
     top_k, declared = row.experts_per_token_key, declared_width(row, config)
     values = dict.fromkeys((key for key in row.count_keys if hasattr(config, key)), experts)
     values[top_k] = min(getattr(config, top_k), experts)
-    width, widths = block_config_widths(config.block_configs, index, experts, declared)
+    width, widths = block_config_widths(blocks, index, experts, declared)
+    declared_shared = declared_shared_width(row, config)
+    shared = block_config_shared_width(blocks, index, declared_shared)
     if widths:
         raise UnsupportedError(
             "experts of one layer of this model differ in width, and vLLM builds layers of one width only; serve it with "
             "our own engine, or prune with --uniform"
         )
-    if width == declared:
+    if (width, shared) == (declared, declared_shared):
         return values
-    if (entries := width_entries(row, config, width)) is None:
+    if (entries := width_entries(row, config, width, shared)) is None:
         raise UnsupportedError(
-            f"layer {index} has experts of {width} hidden units, and vLLM takes the width of the shared expert from "
-            "the same key of config.json; serve it with our own engine"
+            f"layer {index} has experts of {width} hidden units and a shared expert of {shared}, and vLLM takes both widths "
+            "from one key of config.json; serve it with our own engine"
         )
     return values | entries
 

@@ -38,13 +38,16 @@ ExpertObserver = Callable[[int, Tensor, Tensor], None]
 
 
 class UnitObserver(Protocol):
-    """Sees the hidden units and the output of the routed experts of a block; gradients pass through what it returns."""
+    """Sees the hidden units and the output of a layer's feed-forward block; gradients pass through what it returns."""
 
-    def units(self, expert: int, h_RF: Tensor) -> Tensor:
-        """Take the input of an expert's down projection, [R, F] for the tokens that chose it, and return it."""
+    def units(self, number: int, h_RF: Tensor) -> Tensor:
+        """Take the input of an FFN's down projection, [R, F] for the tokens that use it, and return it.
+
+        number: that of the routed expert; the FFN that every token uses comes after all routed experts.
+        """
 
     def output(self, y_TD: Tensor) -> Tensor:
-        """Take the routed output, and return it."""
+        """Take the output of the routed experts, or of a dense layer's FFN, and return it."""
 
 
 SPARSE_MAX_TOKENS = 4
@@ -82,6 +85,8 @@ class Expert(nn.Module):
         self.swiglu = swiglu
         self.is_plain = swiglu is None and gate_F is None
         """Whether the expert has neither biases nor a clamp."""
+        self.unit_observer: UnitObserver | None = None
+        """Observer of a dense layer's FFN."""
         self._compiled = CompiledExperts()
 
     @property
@@ -104,6 +109,9 @@ class Expert(nn.Module):
         self, x_TD: Tensor, choice: KernelChoice = TORCH, observe: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """Map [T, D] to [T, D]. observe: is given the hidden units, and returns those that are multiplied."""
+        if self.unit_observer is not None:
+            h_TF = self.unit_observer.units(0, self.units(x_TD, choice))
+            return self.unit_observer.output(linear(h_TF, self.down_DF, self.down_D, choice))
         if observe is not None:
             return linear(observe(self.units(x_TD, choice)), self.down_DF, self.down_D, choice)
         tokens = x_TD.shape[0]
@@ -252,10 +260,16 @@ class MoeBlock(nn.Module):
         y_TD = self._routed(x_TD, selection, self.input_scales(logits_TN), choice)
         if self.shared is None:
             return y_TD
-        shared_TD: Tensor = self.shared(x_TD, choice)
+        observe = None if self.unit_observer is None else partial(self.unit_observer.units, len(self.experts))
+        shared_TD: Tensor = self.shared(x_TD, choice, observe)
+        weight_T1 = self.shared_weights(x_TD, choice)
+        return y_TD + (shared_TD if weight_T1 is None else weight_T1 * shared_TD)
+
+    def shared_weights(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor | None:
+        """Return the factors of the shared expert's output, [T, 1]; None for ones."""
         if self.shared_gate_1D is None:
-            return y_TD + shared_TD
-        return y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D, choice=choice)) * shared_TD
+            return None
+        return torch.sigmoid(linear(x_TD, self.shared_gate_1D, choice=choice))
 
     def logits(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Return the router's logits, [T, N]."""

@@ -1,5 +1,5 @@
 """`block_configs` of config.json: the experts of each layer, their groups and their widths, in models whose layers differ
-in them.
+in them. It also holds the widths of shared experts and of dense FFNs where those of some layers differ.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ GROUPS_KEY = "expert_groups"
 
 WIDTH_KEY, WIDTHS_KEY = "intermediate_size", "expert_widths"
 """Keys in block_configs[i].ffn.moe of the width of the layer's widest expert, and of the widths of all if they differ."""
+
+SHARED_WIDTH_KEY, DENSE_WIDTH_KEY = "shared_expert_intermediate_size", "intermediate_size"
+"""Keys of the width of the layer's shared expert in block_configs[i].ffn.moe, and of a dense FFN in block_configs[i].ffn."""
 
 
 def block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
@@ -79,20 +82,42 @@ def block_config_widths(blocks: Any, index: int, experts: int, width: int) -> tu
     return widest, tuple(own) if len(set(own)) > 1 else ()
 
 
+def block_config_shared_width(blocks: Any, index: int, width: int) -> int:
+    """Return the width of a layer's shared expert. width: by the family's own key, and the largest that is allowed."""
+    moe = None if blocks is None or not width else blocks[index]["ffn"]["moe"]
+    place = f"block_configs[{index}].ffn.moe.{SHARED_WIDTH_KEY}"
+    return width if moe is None else _narrower(moe, SHARED_WIDTH_KEY, place, "the shared expert of this model", width)
+
+
+def block_config_dense_width(blocks: Any, index: int, width: int) -> int:
+    """Return the width of a dense layer's FFN. width: by the family's own key, and the largest that is allowed."""
+    place = f"block_configs[{index}].ffn.{DENSE_WIDTH_KEY}"
+    return width if blocks is None else _narrower(blocks[index]["ffn"], DENSE_WIDTH_KEY, place, "a dense FFN", width)
+
+
+def _narrower(values: Mapping[str, Any], key: str, place: str, network: str, width: int) -> int:
+    found = values.get(key, width)
+    if type(found) is not int or not 1 <= found <= width:
+        raise CheckpointError(f"config.json: {place} is {shown(found)}; {network} has 1 to {width} hidden units")
+    return found
+
+
 def has_expert_widths(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json gives the experts of some layer different widths."""
     moes = [block["ffn"]["moe"] for block in config.get("block_configs") or ()]
     return any(isinstance(moe, dict) and WIDTHS_KEY in moe for moe in moes)
 
 
-def block_config(experts: int, groups: Sequence[int] | None, widths: Sequence[int] = ()) -> dict[str, Any]:
+def block_config(
+    experts: int, groups: Sequence[int] | None, widths: Sequence[int] = (), common_width: int | None = None
+) -> dict[str, Any]:
     """Return the entry of a layer.
 
     groups: the group of each expert, if the layer has groups. widths: the width of each expert, if the family's own key
-    does not say it.
+    does not say it. common_width: that of the shared expert, or of the FFN of a layer without experts, likewise.
     """
     if not experts:
-        return {"ffn": {"moe": None}}
+        return {"ffn": {"moe": None} | ({} if common_width is None else {DENSE_WIDTH_KEY: common_width})}
     moe: dict[str, Any] = {"num_local_experts": experts}
     if groups:
         moe[GROUPS_KEY] = list(groups)
@@ -100,4 +125,6 @@ def block_config(experts: int, groups: Sequence[int] | None, widths: Sequence[in
         moe[WIDTH_KEY] = max(widths)
     if len(set(widths)) > 1:
         moe[WIDTHS_KEY] = list(widths)
+    if common_width is not None:
+        moe[SHARED_WIDTH_KEY] = common_width
     return {"ffn": {"moe": moe}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,6 +85,30 @@ class DecoderConfig:
     def widths_per_layer(self) -> tuple[int | tuple[int, ...], ...]:
         """Number of hidden units of the experts of each MoE layer, in order: one number, or one for each expert."""
         return tuple(layer.moe.expert_widths or layer.moe.expert_width for layer in self.layers if layer.moe is not None)
+
+    @property
+    def common_widths(self) -> dict[int, int]:
+        """Number of hidden units of the FFN that every token of a layer uses, by decoder layer index.
+
+        This is the shared expert of an MoE layer, if there is one, and the only FFN of a dense layer.
+        """
+        widths = (layer.dense_width if layer.moe is None else layer.moe.shared_width for layer in self.layers)
+        return {index: width for index, width in enumerate(widths) if width}
+
+    def ffn_widths(self, include: Collection[str] = ()) -> dict[int, tuple[int, ...]]:
+        """Return the number of hidden units of each FFN of a layer, by decoder layer index; layers without any are left out.
+
+        Routed experts come first. The FFN that every token uses follows if its kind is included: "shared" or "dense".
+        """
+        common = self.common_widths
+        found = {}
+        for index, layer in enumerate(self.layers):
+            widths = () if layer.moe is None else layer.moe.widths
+            if index in common and ("dense" if layer.moe is None else "shared") in include:
+                widths += (common[index],)
+            if widths:
+                found[index] = widths
+        return found
 
     @property
     def experts_by_layer(self) -> dict[int, int]:

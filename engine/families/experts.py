@@ -167,12 +167,14 @@ class SharedExpert:
         """Return the number of hidden units, 0 if there is no shared expert."""
         return natural(family, self.width)
 
-    def with_expert_width(self, family: Any, experts: Experts, width: int) -> dict[str, Any] | None:
-        """Return the config entries that keep the shared expert as it is, beside routed experts of another width.
+    def with_width(self, family: Any, experts: Experts, width: int, shared: int) -> dict[str, Any] | None:
+        """Return the config entries that give the shared expert `shared` hidden units, beside routed experts of `width`.
 
         None if config.json cannot say so, because one key is the width of both.
         """
-        return None if self.width == experts.width and self.width_of(family, experts) else {}
+        if self.width == experts.width and shared not in (0, width):
+            return None
+        return {} if shared == self.width_of(family, experts) else {self.width: shared}
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class SharedExperts(SharedExpert):
         """Return the number of hidden units, 0 if there is no shared expert."""
         return natural(family, self.width) * positive(family, experts.width)
 
-    def with_expert_width(self, family: Any, experts: Experts, width: int) -> dict[str, Any] | None:
+    def with_width(self, family: Any, experts: Experts, width: int, shared: int) -> dict[str, Any] | None:
         """Return the number of routed experts that the shared expert is as wide as; None if that is no whole number."""
-        count, rest = divmod(self.width_of(family, experts), width)
-        return None if rest else {self.width: count} if count else {}
+        count, rest = divmod(shared, width)
+        return None if rest else {} if count == natural(family, self.width) else {self.width: count}

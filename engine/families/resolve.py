@@ -8,7 +8,12 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
-from engine.families.block_configs import block_config_counts, block_config_widths
+from engine.families.block_configs import (
+    block_config_counts,
+    block_config_dense_width,
+    block_config_shared_width,
+    block_config_widths,
+)
 from engine.families.checks import check_flags, refuse_absurd, refuse_unsupported
 from engine.families.classifiers import classified
 from engine.families.config import DecoderConfig
@@ -131,7 +136,10 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
     window = row.attention.window.of_layer(family, index)
     is_lightning = row.attention.is_linear(family, index)
     residuals = row.residual.of_layer(family, is_lightning)
-    return LayerConfig(window, moe, positive(family, row.layers.dense_width), rotates, unit_norm, is_lightning, residuals)
+    dense_width = positive(family, row.layers.dense_width)
+    if moe is None and row.count_keys:
+        dense_width = block_config_dense_width(config.get("block_configs"), index, dense_width)
+    return LayerConfig(window, moe, dense_width, rotates, unit_norm, is_lightning, residuals)
 
 
 def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> MoeConfig:
@@ -139,4 +147,5 @@ def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index
     width, widths = block_config_widths(config.get("block_configs"), index, experts, declared)
     moe = row.router.layer(config, family, index, experts, width)
     shared_width = row.shared.width_of(family, row.experts) if row.shared else 0
+    shared_width = block_config_shared_width(config.get("block_configs"), index, shared_width)
     return replace(moe, expert_widths=widths, shared_width=shared_width, swiglu=row.experts.activation(family))

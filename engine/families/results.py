@@ -25,49 +25,72 @@ def with_experts(
     experts_per_decoder_layer: list[int],
     groups: Mapping[int, Sequence[int]] | None = None,
     widths: Mapping[int, Sequence[int]] | None = None,
+    common: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
     """Return the config.json of the model with other expert counts and widths. A count of 0 means that the layer was dense
     and stays dense.
 
     groups: the group of each expert, by layer, for layers that have groups. widths: the number of hidden units of each
-    expert, by layer; None for the width that the family's own key says. Uniform counts, also in all groups, and one width
-    of all experts give a plain config of the family. All others add `block_configs`; the caller adds `auto_map`.
+    expert, by layer; None for the width that the family's own key says. common: the number of hidden units of the shared
+    expert, or of the FFN of a dense layer, likewise.
+
+    Uniform counts, also in all groups, and one width of all experts, of all shared experts and of all dense FFNs give a
+    plain config of the family. All others add `block_configs`; the caller adds `auto_map`.
     """
-    row, of_layers = architecture_of(config), groups or {}
+    row, of_layers, counted = architecture_of(config), groups or {}, experts_per_decoder_layer
     family = load_transformers_config(config, plainly=True)
-    counts = {count for count in experts_per_decoder_layer if count}
-    width, changed_width = _one_width(row, family, experts_per_decoder_layer, widths or {})
+    counts = {count for count in counted if count}
+    width, changed_width = _one_width(row, family, counted, widths or {}, common or {})
     changed = {key: value for key, value in row.words.renamed(config).items() if key not in _OF_ANOTHER}
     changed |= {"model_type": row.words.written_as or row.model_type} | _without_prediction_layers(row)
     even = len(counts) == 1 and _is_plain(row, max(counts), row.router.group_count(family), of_layers.values())
-    changed |= row.experts.with_counts(family, experts_per_decoder_layer, width or row.experts.declared_width(family))
+    changed |= row.experts.with_counts(family, counted, width or row.experts.declared_width(family))
     changed |= changed_width
-    changed |= row.router.with_counts(config, family, experts_per_decoder_layer, even)
+    changed |= row.router.with_counts(config, family, counted, even)
     if not even or width is None:
         own = {} if even else of_layers  # the family's own rule finds even groups
         each = {} if width is not None or widths is None else widths
-        blocks = [block_config(count, own.get(i), each.get(i, ())) for i, count in enumerate(experts_per_decoder_layer)]
-        changed["block_configs"] = blocks
+        others = {} if width is not None or common is None else _other_than_declared(row, family, counted, common)
+        changed["block_configs"] = [
+            block_config(count, own.get(i), each.get(i, ()), others.get(i)) for i, count in enumerate(counted)
+        ]
     return changed
 
 
 def _one_width(
-    row: Architecture, family: Any, counts: Sequence[int], widths: Mapping[int, Sequence[int]]
+    row: Architecture,
+    family: Any,
+    counts: Sequence[int],
+    widths: Mapping[int, Sequence[int]],
+    common: Mapping[int, int],
 ) -> tuple[int | None, dict[str, Any]]:
-    """Return the width of all experts, and the entries by which all other parts of the model keep their own.
+    """Return the width of all experts, and the entries by which all other parts of the model have theirs.
 
-    The width is None if experts differ, or if the family's key for it is also the width of a part that stays as it is.
+    The width is None if experts, shared experts or dense FFNs differ in width, or if the family has one key for two widths.
     """
-    declared = row.experts.declared_width(family)
+    declared = declared_width(row, family)
     every = {width for own in widths.values() for width in own} or {declared}
-    if every == {declared}:
-        return declared, {}
-    shares_key = 0 in counts and row.layers.dense_width == row.experts.width
-    if len(every) > 1 or shares_key:
+    own_common = _declared_common(row, family, counts) | dict(common)
+    shared = {width for index, width in own_common.items() if counts[index]}
+    dense = {width for index, width in own_common.items() if not counts[index]}
+    if max(len(every), len(shared), len(dense)) > 1:
         return None, {}
-    width = max(every)
-    changed = {} if row.shared is None else row.shared.with_expert_width(family, row.experts, width)
-    return (None, {}) if changed is None else (width, changed)
+    width, key = max(every), row.layers.dense_width
+    changed = shared_entries(row, family, width, max(shared, default=0))
+    if changed is None or (dense and key == row.experts.width and dense != {width}):
+        return None, {}
+    return width, changed | (dict.fromkeys([key], *dense) if dense - {getattr(family, key)} else {})
+
+
+def _declared_common(row: Architecture, family: Any, counts: Sequence[int]) -> dict[int, int]:
+    """Return the widths of shared experts and of dense FFNs that a config of the family says by its own keys, by layer."""
+    shared, (_, dense) = declared_shared_width(row, family), dense_width(row, family)
+    return {index: shared if count else dense for index, count in enumerate(counts) if shared or not count}
+
+
+def _other_than_declared(row: Architecture, family: Any, counts: Sequence[int], common: Mapping[int, int]) -> dict[int, int]:
+    declared = _declared_common(row, family, counts)
+    return {index: width for index, width in common.items() if width != declared[index]}
 
 
 def declared_width(row: Architecture, family: Any) -> int:
@@ -75,9 +98,30 @@ def declared_width(row: Architecture, family: Any) -> int:
     return row.experts.declared_width(family)
 
 
-def width_entries(row: Architecture, family: Any, width: int) -> dict[str, Any] | None:
-    """Return the entries of a config by which experts have this width and other parts keep theirs; None if none do."""
-    others = {} if row.shared is None else row.shared.with_expert_width(family, row.experts, width)
+def declared_shared_width(row: Architecture, family: Any) -> int:
+    """Return the width of the shared expert that a config of the family says by its own key; 0 if there is none."""
+    return row.shared.width_of(family, row.experts) if row.shared else 0
+
+
+def dense_width(row: Architecture, family: Any) -> tuple[str, int]:
+    """Return the config key of the width of dense FFNs, and that width."""
+    return row.layers.dense_width, positive(family, row.layers.dense_width)
+
+
+def shared_entries(row: Architecture, family: Any, width: int, shared: int) -> dict[str, Any] | None:
+    """Return the entries of a config by which the shared expert has `shared` hidden units, beside experts of `width`.
+
+    None if no entries do.
+    """
+    return {} if row.shared is None else row.shared.with_width(family, row.experts, width, shared)
+
+
+def width_entries(row: Architecture, family: Any, width: int, shared: int) -> dict[str, Any] | None:
+    """Return the entries of a config by which experts have `width` hidden units and the shared expert has `shared`.
+
+    None if no entries do.
+    """
+    others = shared_entries(row, family, width, shared)
     return None if others is None else {row.experts.width: width} | others
 
 

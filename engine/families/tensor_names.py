@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.families.architecture import Architecture
+from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, GATE, GATE_BIAS, PROJECTIONS, UP, SharedExpert, Stack
 
 SINKS = "sinks"
@@ -25,6 +26,31 @@ def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -
     if projection >= GATE_BIAS:
         name = name.removesuffix("weight") + "bias"
     return f"{block_prefix(row, layer)}.{name}"
+
+
+def common_tensor(row: Architecture, layer: int, is_moe: bool, projection: int) -> str:
+    """Return the name on disk of a projection of the FFN that every token of a layer uses."""
+    return shared_tensor(row, layer, projection) if is_moe else dense_tensor(layer, projection)
+
+
+def ffn_tensor(config: DecoderConfig, layer: int, number: int, projection: int) -> str:
+    """Return the name on disk of a projection of one of a layer's FFNs (DecoderConfig.ffn_widths)."""
+    moe = config.layers[layer].moe
+    if moe is not None and number < moe.experts:
+        return expert_tensor(config.architecture, layer, number, projection)
+    return common_tensor(config.architecture, layer, moe is not None, projection)
+
+
+def dense_module(row: Architecture) -> str:
+    """Return transformers' name, within a layer, of the FFN of a dense layer."""
+    return row.layers.dense_block
+
+
+def shared_module(row: Architecture) -> str:
+    """Return transformers' name, within a layer, of the shared expert; a name that is never read if there is none."""
+    if row.shared is None or not row.shared.stacks:
+        return f"{row.modules[0]}.{'shared_expert' if row.shared is None else row.shared.name}"
+    return row.shared.stacks[0].name.split(".")[0]
 
 
 def expert_parts(row: Architecture) -> range:

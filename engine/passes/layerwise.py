@@ -10,9 +10,11 @@ Shape suffixes: S sequences, B sequences of one batch, L positions, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +33,8 @@ from engine.passes.streaming import embed, layer_positions, one_layer, stream_la
 
 Route = Callable[[int, Routing, slice], Routing]
 """Function from (number of the MoE layer, its own routing, slice of sequences) to the routing to use instead."""
-Observe = Callable[[int], UnitObserver]
-"""Function from the number of the MoE layer to the observer of its hidden units."""
+Observe = Mapping[int, UnitObserver]
+"""Observers of hidden units, by decoder layer index."""
 Loss = Callable[[Tensor, Decoder | Outer, slice], Tensor]
 """Function that returns a part of the loss.
 
@@ -93,7 +95,7 @@ def backward(
     loss: Loss,
     *,
     trained: Mapping[str, Tensor],
-    observe: Observe | None = None,
+    observe: Observe = MappingProxyType({}),
     generator: torch.Generator | None = None,
     directory: Path | None = None,
     budget: MemoryBudget = UNLIMITED,
@@ -111,7 +113,7 @@ def backward(
         routings = [route(number, block.routing, rows) for number, block in enumerate(model.moe_blocks)]
         with (
             routed_by(model, routings),
-            _observed(model.moe_blocks, observe),
+            _observed(model, observe),
         ):  # checkpointed layers run again in the backward pass
             value = loss(model.hidden_states(tokens_SL[rows].to(model.device)), model, rows)
             value.backward()
@@ -122,18 +124,16 @@ def backward(
 
 
 @contextmanager
-def _observed(blocks: Iterable[MoeBlock], observe: Observe | None) -> Iterator[None]:
-    """Give each MoE block its observer of hidden units during the body."""
-    if observe is None:
-        yield
-        return
-    for number, block in enumerate(blocks):
-        block.unit_observer = observe(number)
+def _observed(model: Decoder, observe: Observe) -> Iterator[None]:
+    """Give the feed-forward block of each observed layer its observer of hidden units during the body."""
+    blocks: dict[int, Any] = {index: layer.feed_forward for index, layer in enumerate(model.layers)}
+    for index, observer in observe.items():
+        blocks[index].unit_observer = observer
     try:
         yield
     finally:
-        for block in blocks:
-            block.unit_observer = None
+        for index in observe:
+            blocks[index].unit_observer = None
 
 
 @contextmanager
@@ -162,7 +162,7 @@ class _Pass:
         self,
         model: LayerwiseDecoder,
         tokens_SL: Tensor,
-        seen: tuple[Route, Observe | None],
+        seen: tuple[Route, Observe],
         loss: Loss,
         trained: Mapping[str, Tensor],
         generator: torch.Generator | None,
@@ -172,6 +172,8 @@ class _Pass:
         self.model, self.tokens_SL, (self.route, self.observe), self.loss = model, tokens_SL, seen, loss
         self.trained, self.generator, self.budget = trained, generator, budget
         self.layers, self.total = len(model.config.layers), 0.0
+        self.first = min([model.config.moe_layers[0], *self.observe])
+        """The first layer with anything trained."""
         shape = (*tokens_SL.shape, model.config.hidden_size)
         self.shelf = Shelf(directory, shape, model.dtype, together=self.layers + 2, budget=budget)
         self.positions = layer_positions(model.checkpoint, tokens_SL, model.dtype, model.device)
@@ -187,8 +189,7 @@ class _Pass:
                 self._through_head()
             else:
                 self._restore(lowest)
-            # Nothing below the first MoE layer is trained.
-            for index in reversed(range(self.model.config.moe_layers[0], lowest)):
+            for index in reversed(range(self.first, lowest)):
                 self._back_through(index)
         finally:
             for activations in self.kept.values():
@@ -201,14 +202,13 @@ class _Pass:
             last = 0
             with self._made("input-0") as states:
                 embed(self.model.checkpoint, self.tokens_SL, states, self.model.device, self.budget)
-        first = self.model.config.moe_layers[0]
         for index in range(last, self.layers):
             states = self._get(f"input-{index}")
             with self.model.layer(index, self.budget) as layer, self._made(f"input-{index + 1}") as after:
                 self.model.checkpoint.read_ahead(index + 1)
                 for rows in self._batches():
                     # With gradients, as in the backward pass: without them some operations round differently.
-                    x_BLD = states[rows].detach().requires_grad_(index > first)
+                    x_BLD = states[rows].detach().requires_grad_(index > self.first)
                     after[rows] = self._run(layer, index, x_BLD, rows).detach()
                     del x_BLD
                 del layer
@@ -245,12 +245,12 @@ class _Pass:
 
     def _run(self, layer: DecoderLayer, index: int, x_BLD: Tensor, rows: slice) -> Tensor:
         block = layer.feed_forward
+        block.unit_observer = self.observe.get(index)
         if not isinstance(block, MoeBlock):
             y_BLD: Tensor = layer(x_BLD.to(self.model.device), self.positions)
             return y_BLD
         own, number = block.routing, self.model.config.moe_layers.index(index)
         block.routing = self.route(number, own, rows)
-        block.unit_observer = None if self.observe is None else self.observe(number)
         y_BLD = layer(x_BLD.to(self.model.device), self.positions)
         block.routing = own
         return y_BLD

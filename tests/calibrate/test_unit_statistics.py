@@ -77,6 +77,58 @@ def layer_slots(decoder: Decoder, index: int, x_TD: Tensor) -> list[Slots]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": [1]}),
+        ("deepseek_v3", {}),
+        pytest.param("granitemoeshared", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_ffns_that_every_token_uses_follow_the_experts(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    save_reference(family, tmp_path / "model", **changes)
+    checkpoint = Checkpoint(tmp_path / "model")
+    kinds = ("shared", "dense")
+    directory = collected(checkpoint, tmp_path / "all", include=kinds, budget=MemoryBudget(tokens_per_batch=14))
+    assert checkpoint.config.common_widths
+    for layer, (network, x_TD, weight_T) in naive_common(checkpoint).items():
+        sums, number = unit_sums(directory, layer), len(checkpoint.config.ffn_widths().get(layer, ()))
+        gate, up = network.gate_FD, network.up_FD
+        h_TF = (x_TD @ gate.T) * (x_TD @ gate.T).sigmoid() * (x_TD @ up.T)
+        rows_TF = weight_T[:, None] * h_TF
+        is_held_T = torch.arange(len(x_TD)) // TOKENS.shape[1] == HELD_SEQUENCE
+        assert int(sums.tokens[number]) == len(x_TD) and len(sums.tokens) == number + 1
+        assert close(sums.square_sum[number], h_TF.square().sum(0))
+        assert close(sums.weighted_square_sum[number], rows_TF.square().sum(0))
+        moments = unit_moments(directory, layer, number)
+        assert close(moments.fit, rows_TF[~is_held_T].T @ rows_TF[~is_held_T])
+        assert close(moments.held, rows_TF[is_held_T].T @ rows_TF[is_held_T])
+    alone = collected(checkpoint, tmp_path / "experts")
+    for layer in checkpoint.config.moe_layers:
+        own, both = unit_sums(alone, layer), unit_sums(directory, layer)
+        assert all(close(*pair) for pair in zip(own.square_sum, both.square_sum, strict=False))
+
+
+@torch.no_grad()
+def naive_common(checkpoint: Checkpoint) -> dict[int, tuple[Any, Tensor, Tensor]]:
+    """Return each FFN that every token uses, with its inputs [T, D] and the factors of its outputs [T], by layer."""
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.float64))
+    found = {}
+    for index in checkpoint.config.common_widths:
+        block = decoder.layers[index].feed_forward
+
+        def keep(_: Any, arguments: Any, index: int = index, block: Any = block) -> None:
+            x_TD = arguments[0]
+            network = getattr(block, "shared", block)
+            gate = getattr(block, "shared_gate_1D", None)
+            weight_T = torch.ones(len(x_TD)).double() if gate is None else (x_TD @ gate[0]).sigmoid()
+            found[index] = network, x_TD, weight_T
+
+        block.register_forward_pre_hook(keep)
+    decoder(TOKENS)
+    return found
+
+
 def collected(checkpoint: Checkpoint, directory: Path, **options: Any) -> Path:
     """Collect sums and moments in float32, and return their directory."""
     collect_units(checkpoint, TOKENS, directory, **({"moments": True, "dtype": torch.float32} | options))
@@ -96,8 +148,8 @@ def test_sums_and_gram_matrices_equal_the_naive_implementation(family: str, tmp_
     checkpoint = Checkpoint(tmp_path / "model")
     directory = collected(checkpoint, tmp_path / "units", budget=MemoryBudget(tokens_per_batch=14))
     for layer, experts in naive_slots(checkpoint).items():
-        sums = unit_sums(directory, layer, checkpoint.config)
-        assert sums.tokens_routed.tolist() == [len(own.units) for own in experts]
+        sums = unit_sums(directory, layer)
+        assert sums.tokens.tolist() == [len(own.units) for own in experts]
         for expert, own in enumerate(experts):
             if not own.units:
                 assert not sums.square_sum[expert].any() and not unit_moments(directory, layer, expert).fit.any()
@@ -131,8 +183,8 @@ def everything(directory: Path, checkpoint: Checkpoint) -> list[Tensor]:
     """Return all sums and moments of a directory."""
     found: list[Tensor] = []
     for layer, count in checkpoint.config.experts_by_layer.items():
-        sums = unit_sums(directory, layer, checkpoint.config)
-        found += [sums.tokens_routed, *sums.square_sum, *sums.weighted_square_sum]
+        sums = unit_sums(directory, layer)
+        found += [sums.tokens, *sums.square_sum, *sums.weighted_square_sum]
         for expert in range(count):
             moments = unit_moments(directory, layer, expert)
             found += [moments.fit, moments.held]
@@ -154,8 +206,8 @@ def test_experts_are_summed_up_in_groups_with_their_inputs_in_a_file(
 
 def test_sums_need_no_moments(model: Checkpoint, tmp_path: Path) -> None:
     directory = collected(model, tmp_path / "units", moments=False)
-    assert unit_sums(directory, model.config.moe_layers[0], model.config).tokens_routed.sum() > 0
-    assert not list(directory.glob("*expert*"))
+    assert unit_sums(directory, model.config.moe_layers[0]).tokens.sum() > 0
+    assert not list(directory.glob("*ffn*"))
 
 
 def test_an_interrupted_pass_resumes_at_its_layer(
@@ -183,7 +235,7 @@ def test_an_interrupted_pass_resumes_at_its_layer(
 
 def test_damaged_moments_are_refused(model: Checkpoint, tmp_path: Path) -> None:
     directory = collected(model, tmp_path / "units")
-    path = next(iter(sorted(directory.glob("layer-*-expert-*.safetensors"))))
+    path = next(iter(sorted(directory.glob("layer-*-ffn-*.safetensors"))))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -222,7 +274,7 @@ def test_a_sample_of_many_small_batches_is_as_large_and_weighs_as_much_as_the_te
     directory = collected(model, tmp_path / "samples", budget=budget)
     shares = []
     for layer, count in model.config.experts_by_layer.items():
-        routed_N = unit_sums(directory, layer, model.config).tokens_routed.tolist()
+        routed_N = unit_sums(directory, layer).tokens.tolist()
         for expert, routed in enumerate(routed_N[:count]):
             sample, gram = unit_moments(directory, layer, expert), unit_moments(grams, layer, expert)
             assert len(sample.fit) + len(sample.held) <= most + 2, "rounded up in each part"

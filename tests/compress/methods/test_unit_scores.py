@@ -69,7 +69,7 @@ def test_magnitude_is_the_energy_that_a_unit_adds_to_the_output(checkpoint: Chec
         decoder(TOKENS)
     directory = tmp_path / "units"
     collect_units(checkpoint, TOKENS, directory, moments=False, dtype=torch.float32)
-    found = magnitude_scores(checkpoint, {layer: unit_sums(directory, layer, checkpoint.config)})[layer]
+    found = magnitude_scores(checkpoint, {layer: unit_sums(directory, layer)})[layer]
     scale = max(float(own.max()) for own in expected)
     assert all(torch.allclose(own, other, rtol=1e-4, atol=1e-6 * scale) for own, other in zip(found, expected, strict=True))
 
@@ -109,9 +109,9 @@ def naive_gradients(decoder: Decoder, targets_SL: Tensor) -> UnitGradients:
         logits_LV = decoder(row[None])[0]
         loss = -sum(logits_LV[at].log_softmax(-1)[int(targets[at + 1])] for at in range(len(row) - 1))
         for layer, own in observers.items():
-            seen = [h for _, h in own.seen]
-            *gradients, output = torch.autograd.grad(loss, [*seen, own.made[0]], retain_graph=True)
-            for (expert, h_RF), gradient_RF in zip(own.seen, gradients, strict=True):
+            seen = [(number, h_RF) for number, h_RF in own.seen if number < len(units[layer])]
+            *gradients, output = torch.autograd.grad(loss, [*(h for _, h in seen), own.made[0]], retain_graph=True)
+            for (expert, h_RF), gradient_RF in zip(seen, gradients, strict=True):
                 for h, gradient in zip(h_RF.detach(), gradient_RF, strict=True):
                     units[layer][expert] += (h * gradient) ** 2
             for gradient in output:
@@ -156,6 +156,36 @@ def test_fisher_layer_by_layer_equals_that_of_the_whole_model(
     models = whole(checkpoint, torch.float32), LayerwiseDecoder(checkpoint, torch.float32)
     expected, found = (unit_gradients(model, TOKENS, 3, budget=budget) for model in models)
     assert agree(found, expected, 1e-3)
+
+
+@pytest.fixture(name="dense_first")
+def checkpoint_with_a_dense_layer(tmp_path: Path) -> Checkpoint:
+    save_reference("qwen2_moe", tmp_path, num_hidden_layers=3, mlp_only_layers=[0])
+    return Checkpoint(tmp_path)
+
+
+def test_fisher_of_shared_experts_and_dense_ffns_is_that_of_a_change_of_their_units(dense_first: Checkpoint) -> None:
+    """Σ (h·∂L/∂h)² of a unit is Σ over tokens of (∂L/∂ε)², where the unit of this token is multiplied by 1 + ε."""
+    decoder, kinds = whole(dense_first), ("shared", "dense")
+    targets_SL, found = drawn(decoder, 4), unit_gradients(decoder, TOKENS, 4, include=kinds)
+    for layer, width in dense_first.config.common_widths.items():
+        block = decoder.layers[layer].feed_forward
+        network = getattr(block, "shared", block)
+        expected = torch.zeros(width, dtype=torch.float64)
+        for row, targets in zip(TOKENS, targets_SL, strict=True):
+            change = torch.ones(len(row), width, dtype=torch.float64, requires_grad=True)
+            own, network.units = network.units, lambda x_TD, *rest, own=network.units, c=change: own(x_TD, *rest) * c
+            network.unit_observer = TokenByToken()  # so that the FFN is computed from its units
+            logits_LV = decoder(row[None])[0]
+            network.units, network.unit_observer = own, None
+            loss = -sum(logits_LV[at].log_softmax(-1)[int(targets[at + 1])] for at in range(len(row) - 1))
+            expected += torch.autograd.grad(loss, [change])[0].square().sum(0)
+        assert torch.allclose(found.units[layer][-1], expected, rtol=1e-5, atol=1e-9 * float(expected.max()))
+    alone = unit_gradients(decoder, TOKENS, 4)
+    assert all(torch.equal(alone.output[layer], found.output[layer]) for layer in alone.output)
+    layerwise = unit_gradients(LayerwiseDecoder(dense_first, torch.float32), TOKENS, 4, include=kinds)
+    assert agree(layerwise, unit_gradients(whole(dense_first, torch.float32), TOKENS, 4, include=kinds), 1e-3)
+    assert 0 in layerwise.output and float(layerwise.output[0].min()) > 0.0
 
 
 def test_checkpointed_layers_count_once_and_the_model_stays_as_it_was(mixtral: Checkpoint) -> None:

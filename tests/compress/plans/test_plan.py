@@ -65,7 +65,7 @@ def test_a_permutation_is_one_line_and_a_list_is_read_too() -> None:
 def test_every_kind_survives_json_and_fits_its_model(plan: Plan) -> None:
     again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
     assert again == plan
-    check_plan(again, {0: replace(MOE, shared_width=3)})
+    check_plan(again, {0: replace(MOE, shared_width=3)}, {})
 
 
 @pytest.mark.parametrize(
@@ -95,18 +95,18 @@ def test_every_kind_survives_json_and_fits_its_model(plan: Plan) -> None:
 )
 def test_plans_that_do_not_fit_are_refused(plan: Plan, message: str) -> None:
     with pytest.raises(PlanError, match=message) as raised:
-        check_plan(plan, {0: MOE})
+        check_plan(plan, {0: MOE}, {})
     assert "\n" not in str(raised.value)
 
 
 def test_units_are_numbered_by_their_own_source_where_experts_differ_in_width() -> None:
     ragged = replace(MOE, expert_widths=(1, 3, 2, 3))
-    check_plan(Plan({0: (narrowed_expert(1, [0, 2]), narrowed_expert(2, [1]))}), {0: ragged})
+    check_plan(Plan({0: (narrowed_expert(1, [0, 2]), narrowed_expert(2, [1]))}), {0: ragged}, {})
     with pytest.raises(PlanError, match="units 0 to 1"):
-        check_plan(Plan({0: (narrowed_expert(2, [2]),)}), {0: ragged})
+        check_plan(Plan({0: (narrowed_expert(2, [2]),)}), {0: ragged}, {})
     two = PlannedExpert((Part((Source(0, 0.5), Source(1, 0.5))),), (Source(0),))
     with pytest.raises(PlanError, match=r"adds up experts that are \[1, 3\] hidden units wide"):
-        check_plan(Plan({0: (two,)}), {0: ragged})
+        check_plan(Plan({0: (two,)}), {0: ragged}, {})
 
 
 def test_selected_units_are_one_line_and_a_list_is_read_too() -> None:

@@ -81,6 +81,28 @@ def test_budgets_without_a_result_are_refused(sparsity: float, scope: str, multi
     assert message in str(error.value)
 
 
+def test_ffns_that_every_token_uses_never_leave() -> None:
+    """Layer 0 has one expert and a shared expert, layer 1 is dense."""
+    low = {0: [torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.2])], 1: [torch.tensor([0.3, 0.4])]}
+    routed = {0: 1}
+    assert select_units(low, 0.5, "global", 1, 1, routed) == {0: [[1], [1]], 1: [[1]]}
+    assert select_units(low, 0.34, "global", 1, 1, routed) == {0: [[0, 1], [1]], 1: [[1]]}
+    assert select_units(low, 0.5, "layer", 1, 1, routed) == {0: [[1], [1]], 1: [[1]]}
+    with pytest.raises(OptionError, match="need 3"):
+        select_units(low, 0.7, "global", 1, 1, routed)
+
+
+def test_uniform_widths_are_those_of_each_kind() -> None:
+    scores = {0: [torch.arange(4.0), torch.arange(8.0)], 1: [torch.arange(16.0)]}
+    assert select_units(scores, 0.5, "uniform", 2, None, {0: 1}) == {0: [[2, 3], [4, 5, 6, 7]], 1: [list(range(8, 16))]}
+
+
+def test_a_plan_has_the_units_of_other_ffns_beside_the_experts() -> None:
+    plan = units_plan({0: [[0, 1], [1]], 1: [[0]], 2: [[0], [0, 1]]}, {0: [2], 2: [2]}, {0: 2, 1: 3, 2: 2})
+    assert plan.common == {0: (1,), 1: (0,)}
+    assert plan.layers == {0: (kept_expert(0),), 2: (narrowed_expert(0, [0]),)}
+
+
 def test_plan_has_copies_narrowed_experts_and_nothing_of_experts_that_leave() -> None:
     plan = units_plan({0: [[0, 1], [], [1]]}, {0: [2, 2, 2]})
     assert plan.layers == {0: (kept_expert(0), narrowed_expert(2, [1]))}

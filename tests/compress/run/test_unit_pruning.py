@@ -85,6 +85,28 @@ def test_training_afterwards_starts_from_the_refit(place: Path) -> None:
     assert changed and all("norm" in name or "gate" in name for name in changed), "routers and norms, not the experts"
 
 
+@pytest.mark.parametrize(
+    "method", ["unit-obs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unit-magnitude", "unit-fisher"))]
+)
+def test_shared_experts_and_dense_ffns_are_offered_too(
+    method: str, tmp_path: Path, pictures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_workplace(tmp_path, "qwen2_moe", num_hidden_layers=3, mlp_only_layers=[1])
+    monkeypatch.chdir(tmp_path)
+    given = ["prune", "model", *TEXT, "--method", method, "--sparsity", "0.5", "--include", "dense,shared"]
+    figures = run(*given, "-o", "first", "--plan-output", "units.json", "--memory-limit", "4GB")
+    before, after = (Checkpoint(tmp_path / name).config for name in ("model", "first"))
+    assert json.loads((tmp_path / "units.json").read_text())["common"].keys() <= {"0", "1", "2"}
+    units = [sum(map(sum, config.ffn_widths(("shared", "dense")).values())) for config in (before, after)]
+    assert [figures["units_before"], figures["units_after"]] == units
+    assert figures["sparsity"] == pytest.approx(0.5, abs=0.02) and units[1] < units[0]
+    assert any(after.common_widths[layer] < width for layer, width in before.common_widths.items())
+    pairs = zip(figures["refit"]["error_per_layer"], figures["refit"]["error_without_per_layer"], strict=True)
+    assert all(after <= before for after, before in pairs)
+    again = run("prune", "model", *TEXT, "--plan", "units.json", "--refit", "-o", "second")
+    assert again["perplexity_after"] == pytest.approx(figures["perplexity_after"], rel=1e-3)
+
+
 def test_a_sweep_takes_methods_of_both_kinds(place: Path) -> None:
     values = run("prune", "model", *TEXT, "--method", "reap,unit-magnitude", "--sparsity", "0.5", "-o", "sweep")
     assert [figures["granularity"] for figures in values["runs"]] == ["expert", "unit"]
@@ -111,6 +133,9 @@ def test_packed_weights_are_refused_before_any_work(place: Path) -> None:
         (["--granularity", "unit", "--unit-multiple", "8", "--sparsity", "0.99"], ("would keep", "lower the sparsity")),
         (["--granularity", "unit", "--sparsity", "0.5", "--ridge", "0"], ("ridge is 0.0",)),
         (["--granularity", "unit", "--sparsity", "0.5", "--merge", "cka"], ("leave out --merge",)),
+        (["--sparsity", "0.5", "--include", "shared"], ("include is 'shared'", "no shared experts")),
+        (["--sparsity", "0.5", "--include", "dense"], ("include is 'dense'", "no layers without experts")),
+        (["--sparsity", "0.5", "--include", "shared", "--method", "reap"], ("leave out --include",)),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(place: Path, arguments: list[str], fragments: tuple[str, ...]) -> None:
