@@ -97,14 +97,17 @@ def run_one(model: str, method: str, seed: int, count: int, samples: int) -> dic
         checkpoint = Checkpoint(resolve(MODELS[model]))
         decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
         return run | {"cells": {FULL: {"losses": window_losses(decoder, windows.tokens_SL)}}}
-    wanted, found = list(cells(method)), {}
+    wanted, found, made = list(cells(method)), {}, {}
     for cell, pruning in zip(
         wanted, begun([options_of(model, method, cell, seed, samples) for cell in wanted]), strict=True
     ):
         started = time.process_time()
-        plan = make_plan(pruning)
-        tensors = dict(refitted(pruning, plan).tensors)
-        tensors |= recovered(pruning, plan, tensors)
+        start = cell._replace(is_recovered=False)
+        if start not in made:
+            plan = make_plan(pruning)
+            made[start] = plan, {name: own.clone() for name, own in refitted(pruning, plan).tensors.items()}
+        plan, tensors = made[start]
+        tensors = tensors | recovered(pruning, plan, tensors)
         seconds = time.process_time() - started
         decoder = planned_decoder(plan, pruning.prepared.checkpoint, torch.float32, replaced=tensors)
         units = sum(sum(layer.moe.widths) for layer in decoder.config.layers if layer.moe is not None)

@@ -14,29 +14,25 @@ Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, R tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from calibrate.ffn_inputs import FfnInputs, Text
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
-from engine.decoder.routing import Selection
 from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
-from engine.passes.activations import Activations
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 
-HELD_OUT_ONE_IN = 8
-"""One calibration sequence in so many is held out of the fit, for the choice of the ridge: the second, the tenth, …"""
 WIDEST_GRAM = 8192
 """Experts with more hidden units have a sample of tokens instead of a Gram matrix, which would have F² entries."""
 SAMPLED_TOKENS = 4096
@@ -106,15 +102,12 @@ def collect_units(
     rows = processes.own_rows(*tokens_SL.shape, budget=budget)
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
-        block, text = layer.feed_forward, _Text(rows, tokens_SL.shape[1])
-        if isinstance(block, MoeBlock):
-            shared = "shared" in include
-            return partial(
-                _MoeCollector(block, shared, text, dtype, budget, checkpoint.release).write, directory, index, moments
-            )
-        if "dense" not in include:
+        block = layer.feed_forward
+        if not isinstance(block, MoeBlock) and "dense" not in include:
             return None
-        return partial(_DenseCollector(block, text, moments).write, directory, index, moments)
+        text = Text(rows, tokens_SL.shape[1])
+        inputs = FfnInputs(block, text, dtype, include=include, budget=budget, release=checkpoint.release)
+        return partial(_LayerCollector(inputs, moments).write, directory, index)
 
     states = stream_layers(
         checkpoint,
@@ -155,142 +148,41 @@ def _moments_path(directory: Path, layer: int, number: int) -> Path:
     return directory / f"layer-{layer}-ffn-{number}.safetensors"
 
 
-class _Text(NamedTuple):
-    """The sequences of this process."""
+class _LayerCollector:
+    """Sums up the hidden units of one layer's FFNs after the layer has run."""
 
-    rows: slice
-    """Their numbers among the sequences of all processes."""
-    length: int
+    def __init__(self, inputs: FfnInputs, moments: bool) -> None:
+        self.inputs, self.moments = inputs, moments
 
-    @property
-    def sequences(self) -> int:
-        """Number of sequences of this process."""
-        return int(self.rows.stop - self.rows.start)
+    def write(self, directory: Path, layer: int) -> None:
+        """Write the layer's files."""
+        self.inputs.stop()
+        _write(directory, layer, self.moments, self._summed())
+        self.inputs.close()
 
-    def is_held(self, start: int, tokens: int) -> Tensor:
-        """Return whether each of so many tokens, from sequence `start` of this process, is held out."""
-        first = self.rows.start + start
-        is_held_S = torch.arange(first, first + tokens // self.length) % HELD_OUT_ONE_IN == 1
-        return is_held_S.repeat_interleave(self.length)
-
-
-class _MoeCollector:
-    """Keeps the inputs and the selections of one MoE block, and sums up its hidden units afterwards."""
-
-    def __init__(
-        self,
-        block: MoeBlock,
-        shared: bool,
-        text: _Text,
-        dtype: torch.dtype,
-        budget: MemoryBudget,
-        release: Callable[[], None],
-    ) -> None:
-        """shared: whether the shared expert is included."""
-        self.block, self.text, self.length, self.budget, self.release = block, text, text.length, budget, release
-        self.networks = [*block.experts, *([block.shared] if shared and block.shared is not None else [])]
-        self.kept = Activations((text.sequences, text.length, block.hidden_size), dtype, together=2, budget=budget)
-        self.chosen: list[Tensor] = []
-        self.weights: list[Tensor] = []
-        self.scales: list[Tensor] = []
-        self.sequences = 0
-        block.observer = self.see
-
-    def see(self, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
-        """Keep one batch."""
-        count = len(x_TD) // self.length
-        self.kept[slice(self.sequences, self.sequences + count)] = x_TD.view(count, self.length, -1).cpu()
-        self.sequences += count
-        self.chosen.append(selection.experts.cpu())
-        self.weights.append(selection.weights.float().cpu())
-        scales_TN = self.block.input_scales(logits_TN)
-        if scales_TN is not None:
-            self.scales.append(scales_TN.gather(1, selection.experts.clamp_min(0)).cpu())
-
-    def write(self, directory: Path, layer: int, moments: bool) -> None:
-        """Write the layer's files; the sums come last, and mark the others as complete."""
-        self.block.observer = None
-        _write(directory, layer, moments, self._summed(moments))
-        self.kept.close()
-
-    def _summed(self, moments: bool) -> Iterator[_UnitSums]:
+    def _summed(self) -> Iterator[_UnitSums]:
         """Yield the sums of each FFN."""
-        for group in self._groups(moments):
-            found = [_UnitSums(number, self.networks[number].width, moments) for number in group]
-            self._add_up(found)
+        for group in self._groups():
+            found = [_UnitSums(number, self.inputs.networks[number].width, self.moments) for number in group]
+            counts = {number: self.inputs.count(number) for number in group}
+            for batch in self.inputs.batches():
+                for own in found:
+                    use = self.inputs.use(batch, own.number)
+                    own.add(use.h_RF, use.weight_R, batch.is_held_T[use.token_R], counts[own.number])
             yield from found
 
-    def _groups(self, moments: bool) -> Iterator[list[int]]:
+    def _groups(self) -> Iterator[list[int]]:
         """Yield the FFNs whose moments are summed up together."""
         group: list[int] = []
         held = 0
-        for number, network in enumerate(self.networks):
-            size = expert_gram_bytes(network.width) if moments else 0
+        for number, network in enumerate(self.inputs.networks):
+            size = expert_gram_bytes(network.width) if self.moments else 0
             if group and held + size > GRAM_BYTES:
                 yield group
                 group, held = [], 0
             group.append(number)
             held += size
         yield group
-
-    def _add_up(self, group: Sequence[_UnitSums]) -> None:
-        """Run these FFNs on all their tokens, batch by batch."""
-        device, start = self.block.router_ND.device, 0
-        counts = {own.number: self._count(own.number) for own in group}
-        for batch, chosen_TK in enumerate(self.chosen):
-            rows = slice(start, start + len(chosen_TK) // self.length)
-            x_TD = self.kept[rows].flatten(0, 1).to(device)
-            is_held_T = self.text.is_held(start, len(chosen_TK))
-            for own in group:
-                x_RD, weight_R, token_R = self._used(own.number, batch, x_TD)
-                if len(token_R):
-                    h_RF = self.networks[own.number].units(x_RD).float().cpu()
-                    own.add(h_RF, weight_R, is_held_T[token_R], counts[own.number])
-                self.budget.relieve(self.release)
-            start = rows.stop
-
-    def _used(self, number: int, batch: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs [R, D] of an FFN in a batch, the weights [R] of its outputs, and the tokens [R]."""
-        if number == len(self.block.experts):
-            weight_T1 = self.block.shared_weights(x_TD)
-            weight_T = torch.ones(len(x_TD)) if weight_T1 is None else weight_T1.squeeze(1).float().cpu()
-            return x_TD, weight_T, torch.arange(len(x_TD))
-        token_R, slot_R = (self.chosen[batch] == number).nonzero(as_tuple=True)
-        x_RD = x_TD[token_R.to(x_TD.device)]
-        if self.scales:
-            x_RD = x_RD * self.scales[batch][token_R, slot_R, None].to(x_RD)
-        return x_RD, self.weights[batch][token_R, slot_R], token_R
-
-    def _count(self, number: int) -> int:
-        """Return the number of tokens that use an FFN, in this process."""
-        if number == len(self.block.experts):
-            return self.text.sequences * self.text.length
-        return sum(int((chosen_TK == number).sum()) for chosen_TK in self.chosen)
-
-
-class _DenseCollector:
-    """Sums up the hidden units of a dense layer's FFN while the layer runs."""
-
-    def __init__(self, network: Expert, text: _Text, moments: bool) -> None:
-        self.network, self.text = network, text
-        self.sums, self.seen = _UnitSums(0, network.width, moments), 0
-        network.unit_observer = self
-
-    def units(self, number: int, h_RF: Tensor) -> Tensor:
-        """Add a batch."""
-        is_held_R = self.text.is_held(self.seen // self.text.length, len(h_RF))
-        self.sums.add(h_RF.float().cpu(), torch.ones(len(h_RF)), is_held_R, self.text.sequences * self.text.length)
-        self.seen += len(h_RF)
-        return h_RF
-
-    def output(self, y_TD: Tensor) -> Tensor:
-        """Return the output as it is."""
-        return y_TD
-
-    def write(self, directory: Path, layer: int, moments: bool) -> None:
-        """Write the layer's files."""
-        self.network.unit_observer = None
-        _write(directory, layer, moments, [self.sums])
 
 
 def _write(directory: Path, layer: int, moments: bool, found: Iterable[_UnitSums]) -> None:

@@ -25,7 +25,8 @@ from compress.plans.apply import check_fits, planned_config
 from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs
 from compress.plans.unit_selection import check_units, default_multiple, units_plan
-from compress.refit import refitted
+from compress.refit.closed_form import refitted
+from compress.refit.correction import held_bytes as correction_bytes
 from compress.report.card import training_lines
 from compress.report.figures import PruneFigures
 from compress.report.pictures import draw_training
@@ -83,9 +84,13 @@ def memory_demand(options: PruneOptions, prepared: Prunable) -> MemoryDemand:
     demand = MemoryDemand(prepared.dtype, prepared.tokens_SL.shape[1], other_bytes=collecting_bytes(config))
     if options.plan is not None:
         refits = options.refit.refit and prepared.plan is not None and granularity(prepared.plan) == "unit"
-        demand = aligning(demand.with_other(unit_bytes(config, INCLUDED) if refits else 0), options, config)
+        held = max(unit_bytes(config, INCLUDED), correction_bytes(config, INCLUDED, prepared.dtype.itemsize))
+        demand = aligning(demand.with_other(held if refits else 0), options, config)
     elif REMOVED_EXPERTS[options.merge] is not None:
         demand = averaging(demand, options, config)
+    refits = options.refit.refit and options.refit.correct
+    if refits and prepared.budget is not None and prepared.budget.granularity != "expert":
+        demand = demand.with_other(correction_bytes(config, prepared.budget.include, prepared.dtype.itemsize))
     return criterion_of(options.method).memory(demand, options, config)
 
 
@@ -194,6 +199,11 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     if options.quantiser is not None:
         options.quantiser.check(checkpoint.config)
     budget = checked_budget(options, checkpoint)
+    if options.statistics is not None and budget is not None and budget.granularity != "expert":
+        raise OptionError(
+            f"{options.statistics}: has no moments of hidden units, which {options.method} needs; leave out --statistics, "
+            "so that they are collected from --data"
+        )
     if budget is not None and budget.unit_multiple is not None:
         check_fits(_narrowest_plan(budget, checkpoint.config), checkpoint)  # weights whose units cannot go
     plan = None

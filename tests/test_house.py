@@ -41,6 +41,7 @@ COMPRESS = (
     "tasks",
     "cost",
     "methods",
+    "refit",
     "dense",
     "distillation",
     "classifiers",

@@ -258,6 +258,27 @@ class Passes:
             double_flops=(ridges + 1) * moe.experts * each, read_bytes=8.0 * moe.experts * width**2, calls=moe.experts
         )
 
+    def correction(self, tokens: int, length: int, kept: float) -> OperationCounts:
+        """Return the counts of the correction after the refit (compress/refit/correction.py).
+
+        kept: share of hidden units that stay. The full model runs once and the smaller one twice; its attention is that of
+        the full model.
+        """
+        forward = self.streamed(tokens, length) + self.streamed(tokens, length) + self.forward(tokens, length)
+        return forward + self.sum_layers(lambda index: self._layer_correction(index, tokens, kept))
+
+    def _layer_correction(self, index: int, tokens: int, kept: float) -> OperationCounts:
+        moe, hidden = self.config.layers[index].moe, self.config.hidden_size
+        if moe is None:
+            return OperationCounts()
+        slots, width = tokens * moe.experts_per_token, kept * moe.expert_width
+        return OperationCounts(
+            flops=2.0 * slots * 4 * width * hidden,
+            single_flops=2.0 * slots * width * (width + 2 * hidden),
+            double_flops=moe.experts * (width**3 / 3 + 2 * 2.0 * hidden * width**2),
+            calls=2 * moe.experts * EXPERT_CALLS,
+        )
+
     def _experts_before(self, index: int) -> int:
         before = [layer for layer in self.config.moe_layers if layer < index]
         return self.config.experts_by_layer[before[-1]] if before else 0

@@ -14,7 +14,7 @@ from compress.cost.phases import PassCosts, Phase
 from compress.methods.criterion import Criterion
 from compress.methods.gate_gradients import gradient_phase
 from compress.methods.inputs import MethodRun
-from compress.methods.refit import RIDGES
+from compress.methods.least_squares import RIDGES
 from compress.options.plan_run import RunOptions
 from compress.options.prune import PruneOptions
 from compress.plans.plan import Plan
@@ -52,8 +52,16 @@ def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool
             yield gradient_phase(costs, own_samples=True)
         yield moments_phase(costs)
         yield Phase("refit", costs.passes.refit(len(RIDGES)), held_bytes(costs.passes.config))
+        yield correction_phase(costs)
 
     return Criterion(plan, phases, memory)
+
+
+def correction_phase(costs: PassCosts, kept: float = 0.5) -> Phase:
+    """Return the phase of the correction after the refit. kept: share of hidden units that stay."""
+    passes = costs.passes
+    memory = costs.weights.layer(passes) + costs.streaming_bytes + held_bytes(passes.config)
+    return Phase("correction", passes.correction(costs.tokens, costs.length, kept), memory)
 
 
 def moments_phase(costs: PassCosts) -> Phase:

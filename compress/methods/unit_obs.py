@@ -22,7 +22,7 @@ from torch import Tensor
 
 from calibrate.unit_statistics import unit_moments
 from compress.methods.inputs import MethodRun
-from compress.methods.refit import factored, mean_square
+from compress.methods.least_squares import factored, mean_square
 from compress.methods.unit_criterion import UnitScores, down_projection, include_of, unit_criterion, unit_directory
 from compress.methods.unit_fisher import gradients_of
 

@@ -13,7 +13,7 @@ UNITS = "Hidden units"
 
 @dataclass(frozen=True)
 class RefitOptions:
-    """Whether and how down projections are refitted (compress/methods/refit.py)."""
+    """Whether and how down projections are refitted (compress/refit)."""
 
     refit: bool = option(
         True,
@@ -27,6 +27,13 @@ class RefitOptions:
         metavar="ρ",
         unset="chosen on a part of the calibration text",
         help="Ridge of the refit, relative to the mean square of a hidden unit.",
+    )
+
+    correct: bool = option(
+        True,
+        group=UNITS,
+        off="no-correct",
+        help="After the refit, fit what is left of each layer's error on the smaller model's own hidden states.",
     )
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
 from engine.checkpoint.mxfp4 import BLOCKS, METHOD, POWERS
 from engine.checkpoint.pack_quantized import CONFIG_KEY, layout_of, tensors_of
 from engine.checkpoint.stacks import Stored, dense_names, expert_stacks, joined, stacked_names, stored_tensors
-from engine.decoder.model import Decoder
+from engine.decoder.model import Decoder, TensorSource
 from engine.errors import PlanError, UnsupportedError
 from engine.families.architecture import Architecture
 from engine.families.config import DecoderConfig
@@ -341,6 +341,20 @@ def planned_decoder(
     replaced: Mapping[str, Tensor] | None = None,
 ) -> Decoder:
     """Return the result of `apply` as a decoder, without writing it. Experts that stay unchanged remain memory-mapped."""
+    return Decoder(*planned_tensors(plan, checkpoint, dtype, device, replaced=replaced))
+
+
+def planned_tensors(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    replaced: Mapping[str, Tensor] | None = None,
+) -> tuple[DecoderConfig, TensorSource]:
+    """Return the config of the result of `apply`, and a function that returns its tensors by name, from which decoders and
+    single layers are built.
+    """
     made = _made_tensors(plan, checkpoint) | _given(replaced)
     config = decoder_config(planned_config(plan, checkpoint))
     shapes = expected_tensors(config)
@@ -354,7 +368,7 @@ def planned_decoder(
         tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
         return tensor.to(device=device, dtype=computed_dtype(config.architecture, name, dtype))
 
-    return Decoder(config, source)
+    return config, source
 
 
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:

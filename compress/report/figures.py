@@ -113,6 +113,11 @@ class RefitFigures(TypedDict):
     """Share of the mean square of the experts' outputs that their remaining units miss without the refit."""
     error_per_layer: list[float | None]
     """That share after the refit."""
+    drift_before_per_layer: NotRequired[list[float | None]]
+    """Share of the mean square of the hidden states after the layer by which those of the smaller model differ, before the
+    layer's correction; earlier layers are corrected."""
+    drift_per_layer: NotRequired[list[float | None]]
+    """That share after the correction."""
 
 
 class PruneFigures(ModelFigures):

@@ -86,6 +86,11 @@ class DecoderLayer(nn.Module):
         y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]), choice)
         return self._added(1, x_BLD, normed, y_TD.view_as(x_BLD))
 
+    @property
+    def feed_forward_weight(self) -> float:
+        """Factor of the feed-forward block's output in the layer's output."""
+        return self.residual if self.residuals is None else self.residuals[1].beta
+
     def _added(self, part: int, x_BLD: Tensor, normed_BLD: Tensor, y_BLD: Tensor) -> Tensor:
         """Add the output of attention (0) or of the feed-forward block (1) to the residual."""
         if self.residuals is None:

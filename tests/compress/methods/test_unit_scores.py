@@ -17,7 +17,7 @@ import compress.methods.gate_gradients
 import engine.passes.layerwise
 from calibrate.unit_statistics import collect_units, unit_sums
 from compress.methods.gate_gradients import _sample_next
-from compress.methods.refit import lost, refitted
+from compress.methods.least_squares import lost, refitted
 from compress.methods.unit_fisher import UnitGradients, unit_gradients
 from compress.methods.unit_magnitude import magnitude_scores
 from compress.methods.unit_obs import surgeon_scores

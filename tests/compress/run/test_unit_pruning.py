@@ -133,6 +133,7 @@ def test_packed_weights_are_refused_before_any_work(place: Path) -> None:
         (["--granularity", "unit", "--unit-multiple", "8", "--sparsity", "0.99"], ("would keep", "lower the sparsity")),
         (["--granularity", "unit", "--sparsity", "0.5", "--ridge", "0"], ("ridge is 0.0",)),
         (["--granularity", "unit", "--sparsity", "0.5", "--merge", "cka"], ("leave out --merge",)),
+        (["--sparsity", "0.5", "--statistics", "some.safetensors", "--no-refit"], ("no moments", "leave out --statistics")),
         (["--sparsity", "0.5", "--include", "shared"], ("include is 'shared'", "no shared experts")),
         (["--sparsity", "0.5", "--include", "dense"], ("include is 'dense'", "no layers without experts")),
         (["--sparsity", "0.5", "--include", "shared", "--method", "reap"], ("leave out --include",)),

@@ -1,7 +1,8 @@
 """The refit of a run: least squares for the down projections of all FFNs that lost hidden units.
 
 The moments of hidden units (calibrate/unit_statistics.py) are read one FFN at a time, and solved layer by layer
-(methods/refit.py). The new projections are written into the work directory, from which `apply` reads them memory-mapped.
+(methods/least_squares.py). The new projections are written into the work directory, from which `apply` reads them
+memory-mapped.
 """
 
 from __future__ import annotations
@@ -10,20 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
 from calibrate.unit_statistics import unit_moments
 from compress.methods.inputs import MethodRun
-from compress.methods.refit import Narrowed, refit_layer
+from compress.methods.least_squares import Narrowed, refit_layer
 from compress.methods.unit_criterion import down_projection, unit_directory
 from compress.plans.plan import Plan
+from compress.refit.correction import corrected
+from compress.refit.narrowed import NarrowedFfn, narrowed_ffns
 from compress.report.figures import RefitFigures
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.families.config import DecoderConfig
-from engine.families.experts import DOWN
-from engine.families.tensor_names import expert_tensor, ffn_tensor
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import heap, processes
@@ -57,33 +56,11 @@ def refitted(run: MethodRun, plan: Plan) -> Refitted:
             check_digest(file)
             tensors |= {name: file.tensor(name) for name in file.entries}
         heap.give_back()
+    if run.options.refit.correct:
+        found = corrected(run, plan, tensors)
+        tensors |= found.tensors
+        figures |= {"drift_before_per_layer": found.drift_before, "drift_per_layer": found.drift}
     return Refitted(tensors, figures)
-
-
-class NarrowedFfn(NamedTuple):
-    """One FFN of the result that lost hidden units."""
-
-    name: str
-    """Name of its down projection in the result."""
-    source: int
-    """Its number in the source (DecoderConfig.ffn_widths)."""
-    units: tuple[int, ...]
-    """Units of the source that stay."""
-
-
-def narrowed_ffns(plan: Plan, config: DecoderConfig) -> dict[int, list[NarrowedFfn]]:
-    """Return the FFNs that lost units, by layer."""
-    row, counts = config.architecture, config.experts_by_layer
-    found: dict[int, list[NarrowedFfn]] = {}
-    for layer, experts in plan.layers.items():
-        for index, expert in enumerate(experts):
-            units, source = expert.parts[0].units, expert.origin
-            if units is not None and isinstance(source, int):
-                found.setdefault(layer, []).append(NarrowedFfn(expert_tensor(row, layer, index, DOWN), source, units))
-    for layer, units in plan.common.items():
-        number = counts.get(layer, 0)
-        found.setdefault(layer, []).append(NarrowedFfn(ffn_tensor(config, layer, number, DOWN), number, units))
-    return found
 
 
 def _refit(run: MethodRun, moments: Path, layer: int, networks: list[NarrowedFfn], path: Path) -> dict[str, float | None]:
@@ -102,5 +79,5 @@ def _refit(run: MethodRun, moments: Path, layer: int, networks: list[NarrowedFfn
 
 
 def _narrowed(checkpoint: Checkpoint, moments: Path, layer: int, networks: list[NarrowedFfn]) -> Iterator[Narrowed]:
-    for _, source, units in networks:
+    for _, _, source, units in networks:
         yield Narrowed(unit_moments(moments, layer, source), down_projection(checkpoint, layer, source), units)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calibrate.unit_statistics import Moments
-from compress.methods.refit import DEFAULT_RIDGE, RIDGES, Narrowed, lost, refit_layer, refitted
+from compress.methods.least_squares import DEFAULT_RIDGE, RIDGES, Narrowed, lost, refit_layer, refitted
 from engine.errors import DataError
 
 HIDDEN, WIDTH, TOKENS = 5, 12, 40
