@@ -56,6 +56,7 @@ TINY_DISTILL += ("--validation-prompts", "4", "--seeds", "1", "--recipes")
 BENCHMARKS = (
     Benchmark("demo", ("demo",), ("cli.py", "compress", "calibrate", "engine"), trial=("--samples", "2")),
     Benchmark("engine_speed", ("engine_speed",), ENGINE, trial=SHORT),
+    Benchmark("unit_speed", ("unit_speed",), ENGINE, trial=SHORT),
     Benchmark("dense_speed", ("dense_speed",), ENGINE, trial=SHORT),
     Benchmark("decode_batches", ("decode_batches",), ENGINE, trial=("--rounds", "1", "--layers", "1", "--batches", "1,4")),
     Benchmark(

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from compress.methods.naee import SubsetSearch, naee
 from compress.methods.relaxations import RELAXATIONS
 from compress.methods.unit_fisher import unit_gradients
 from compress.options.prune import DiepOptions
+from compress.options.refit import RefitOptions
+from compress.plans.unit_selection import units_plan
+from compress.refit.correction import corrected
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
@@ -94,16 +98,33 @@ def hidden_units(checkpoint: Checkpoint, decoder: Decoder, place: Path) -> dict[
         directory = Path(processes.told(str(place / f"units-{processes.count()}-{len(text)}")))
         collect_units(checkpoint, text, directory, moments=True, dtype=torch.float32, budget=IN_PAIRS)
         for layer, count in checkpoint.config.experts_by_layer.items():
-            sums = unit_sums(directory, layer, checkpoint.config)
-            found[f"unit tokens.{layer}.{len(text)}"] = sums.tokens_routed
+            sums = unit_sums(directory, layer)
+            found[f"unit tokens.{layer}.{len(text)}"] = sums.tokens
             found[f"unit squares.{layer}.{len(text)}"] = torch.cat([*sums.square_sum, *sums.weighted_square_sum])
             for expert in range(count):
                 moments = unit_moments(directory, layer, expert)
                 found[f"unit moments.{layer}.{expert}.{len(text)}"] = torch.stack([moments.fit, moments.held])
+    found |= {f"unit correction.{name}": own.float() for name, own in correction(checkpoint, place).items()}
     gradients = unit_gradients(decoder, TOKENS, 3, budget=IN_PAIRS)
     for layer, output in gradients.output.items():
         found[f"unit gradients.{layer}"] = torch.cat([*gradients.units[layer], output])
     return found
+
+
+def correction(checkpoint: Checkpoint, place: Path) -> dict[str, Tensor]:
+    """Return the corrected down projections of a model that keeps half of every expert's units."""
+    widths = checkpoint.config.ffn_widths()
+    plan = units_plan({layer: [range(width // 2) for width in own] for layer, own in widths.items()}, widths)
+    work = Path(processes.told(str(place / f"correction-{processes.count()}")))
+    work.mkdir(exist_ok=True)
+    run: Any = SimpleNamespace(
+        prepared=SimpleNamespace(checkpoint=checkpoint, dtype=torch.float32, tokens_SL=TOKENS, plan=plan, budget=None),
+        options=SimpleNamespace(device="cpu", refit=RefitOptions()),
+        memory_budget=IN_PAIRS,
+        work=SimpleNamespace(path=work),
+        bar=lambda title: iter,
+    )
+    return {name: own.clone() for name, own in corrected(run, plan, {}).tensors.items()}
 
 
 class Interrupted(Exception):

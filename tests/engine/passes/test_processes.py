@@ -132,7 +132,7 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path) -> None:
         "rbf_cka_before",
     }
     searched = {*RELAXATIONS, *(f"sharded {name}" for name in RELAXATIONS), "sharded gated of one sequence"}
-    searched |= {"layerwise", "output_sum", "unit moments"}  # in float32
+    searched |= {"layerwise", "output_sum", "unit moments", "unit correction"}  # in float32
     for rank in (0, 1):
         found = load_file(tmp_path / f"process-{rank}" / "tensors.safetensors")
         assert set(found) == set(tensors)
