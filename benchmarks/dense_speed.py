@@ -8,11 +8,9 @@ All rows come from one run of interleaved rounds. Ratios are of medians, relativ
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from pathlib import Path
 
-from engine_speed import NEW, PROMPT, figures_of, one_row, table, transformers_version
+from engine_speed import NEW, PROMPT, asked, figures_of, one_row, table, transformers_version
 from random_model import shape, write_random_model
 from results import save
 
@@ -40,14 +38,7 @@ def prepare(directory: Path, layers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=16)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = arguments.directory or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
+    with asked(__doc__) as (directory, arguments):
         prepare(directory, arguments.layers)
         titled = {"8 experts top-2, ours": BenchSpec(str(directory / "mixture"))}
         titled["8 experts top-2, transformers"] = BenchSpec(str(directory / "mixture"), "transformers")

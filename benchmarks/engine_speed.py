@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,10 @@ def specs(directory: Path) -> list[tuple[str, BenchSpec]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+@contextmanager
+def asked(description: str | None) -> Iterator[tuple[Path, argparse.Namespace]]:
+    """Yield the directory of the models, a temporary one by default, and the other arguments of the command line."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--layers", type=int, default=16)
@@ -80,6 +83,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
+        yield directory, arguments
+
+
+def main() -> None:
+    with asked(__doc__) as (directory, arguments):
         prepare(directory, arguments.layers)
         titled = specs(directory)
         rows: list[dict[str, Any]] = []

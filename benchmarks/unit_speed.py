@@ -10,13 +10,11 @@ time.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_speed import first_of, one_row
+from engine_speed import asked, one_row
 from random_model import shape, write_random_model
 from results import markdown, save, times
 
@@ -63,9 +61,8 @@ def prepare(directory: Path, layers: int) -> None:
 def table(figures: dict[str, Any]) -> str:
     """Return tokens per second with their ratio to the full model, and bytes."""
     rows = figures["rows"]
-    lines = []
+    first, lines = rows[0], []
     for row in rows:
-        first = first_of(rows, rows[0])
         cells = [f"{row[test]:.1f}" for test in ("prefill", "decode")]
         if row is not first:
             for place, test in enumerate(("prefill", "decode")):
@@ -81,14 +78,7 @@ TABLES = {"unit_speed": table}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=16)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = arguments.directory or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
+    with asked(__doc__) as (directory, arguments):
         prepare(directory, arguments.layers)
         titles = (FULL, EXPERTS, UNIFORM, GLOBAL)
         specs = [BenchSpec(str(directory / title)) for title in titles]

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from compress.plans.apply import dense_ffns, ffn_tensor, part_tensor, planned_config, side_by_side
+from compress.plans.apply import dense_ffns, part_tensor, planned_config, planned_name, side_by_side
 from compress.plans.plan import Plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert
@@ -130,7 +130,7 @@ def saved_tensors(trained: Mapping[str, Tensor], plan: Plan, checkpoint: Checkpo
         for parts in (every[:GATE_BIAS], every[GATE_BIAS:]):
             ffns = [[trained[f"layers.{layer}.ffns.{place}.{p}"].float() for p in parts] for place in places]
             for projection, tensor in zip(parts, folded(ffns, a_K) if parts else (), strict=True):
-                result[ffn_tensor(plan, checkpoint, layer, 0, projection)] = tensor
+                result[planned_name(plan, checkpoint, layer, 0, projection)] = tensor
     return result
 
 

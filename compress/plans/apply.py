@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
+from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
@@ -49,11 +50,7 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     result.
     """
     row, config = checkpoint.config.architecture, checkpoint.config
-    check_plan(
-        plan,
-        {index: layer.moe for index, layer in enumerate(config.layers) if layer.moe is not None},
-        config.common_widths,
-    )
+    check_plan(plan, moe_configs(config), config.common_widths)
     if plan.kind == "dense" and row.not_dense is not None:
         raise UnsupportedError(f"{checkpoint.directory}: a {row.model_type} cannot be made dense: {row.not_dense}")
     for layer, planned in plan.layers.items():
@@ -70,7 +67,7 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
 
 def _selects_units(plan: Plan, checkpoint: Checkpoint) -> bool:
     """Return whether hidden units go by this plan, or went from its source: dense layers are then padded to one width."""
-    moes = [layer.moe for layer in checkpoint.config.layers if layer.moe is not None]
+    moes = moe_configs(checkpoint.config).values()
     sources = {width for moe in moes for width in moe.widths}
     shared = {moe.shared_width for moe in moes}
     parts = [part for experts in plan.layers.values() for expert in experts for part in expert.parts]
@@ -91,7 +88,7 @@ def _check_units_can_go(plan: Plan, checkpoint: Checkpoint) -> None:
         if part.units
         for source in part.sources
     )
-    for name in (*narrowed, *(_common_name(checkpoint.config, layer, DOWN) for layer in plan.common)):
+    for name in (*narrowed, *(common_tensor(checkpoint.config, layer, DOWN) for layer in plan.common)):
         if checkpoint.is_packed(name):
             raise UnsupportedError(
                 f"{checkpoint.directory}: {name} is packed in groups of hidden units, so single units cannot be taken "
@@ -135,8 +132,8 @@ def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
 
 def _widths(plan: Plan, checkpoint: Checkpoint) -> dict[int, list[int]]:
     """Return the number of hidden units of each expert of the result, by layer."""
-    moes = {index: checkpoint.config.layers[index].moe for index in plan.layers}
-    return {index: [expert_width(own, moe) for own in plan.layers[index]] for index, moe in moes.items() if moe is not None}
+    moes = moe_configs(checkpoint.config)
+    return {index: [expert_width(own, moes[index]) for own in experts] for index, experts in plan.layers.items()}
 
 
 def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -395,7 +392,7 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
     for layer, experts in plan.layers.items():
         for index, expert in enumerate(experts):
             for projection in expert_parts(row):
-                name = ffn_tensor(plan, checkpoint, layer, index, projection)
+                name = planned_name(plan, checkpoint, layer, index, projection)
                 made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
         for name, (_, *inputs) in expert_rows(checkpoint.config, layer).items():
             if plan.kind == "moe":
@@ -404,13 +401,9 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
                 made[name] = _deferred(torch.zeros, 1, *inputs)
     for layer, units in plan.common.items():
         for projection in range(3):
-            name = _common_name(checkpoint.config, layer, projection)
+            name = common_tensor(checkpoint.config, layer, projection)
             made[name] = _deferred(_narrowed, checkpoint, name, projection, units)
     return made
-
-
-def _common_name(config: DecoderConfig, layer: int, projection: int) -> str:
-    return common_tensor(config.architecture, layer, config.layers[layer].moe is not None, projection)
 
 
 def _narrowed(checkpoint: Checkpoint, name: str, projection: int, units: Sequence[int]) -> Tensor:
@@ -423,7 +416,7 @@ def _along(projection: int) -> int:
     return 1 if projection == DOWN else 0
 
 
-def ffn_tensor(plan: Plan, checkpoint: Checkpoint, layer: int, index: int, projection: int) -> str:
+def planned_name(plan: Plan, checkpoint: Checkpoint, layer: int, index: int, projection: int) -> str:
     """Return the result's name of a projection of expert `index`, or of the one FFN where the result is dense."""
     row = checkpoint.config.architecture
     if plan.kind == "dense" and row.dense_sibling is not None:

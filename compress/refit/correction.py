@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.ffn_inputs import FfnInputs, Text
+from calibrate.ffn_inputs import Batch, FfnInputs, Text
 from calibrate.unit_statistics import PARTS, WIDEST_GRAM
 from compress.methods.inputs import MethodRun
 from compress.methods.least_squares import DEFAULT_RIDGE, RIDGES, factored, mean_square
@@ -197,7 +197,8 @@ class _LayerCorrection:
         grams = {part: torch.zeros(width, width, dtype=torch.float64) for part in PARTS}
         rights = {part: torch.zeros(width, hidden, dtype=torch.float64) for part in PARTS}
         for batch in self.inputs.batches():
-            a_RK, r_RD, is_held_R = self._rows(batch, number)
+            a_RK, token_R = self._weighted(batch, number)
+            r_RD, is_held_R = self.residuals[batch.rows].flatten(0, 1)[token_R], batch.is_held_T[token_R]
             for part, is_part_R in zip(PARTS, (~is_held_R, is_held_R), strict=True):
                 own_RK = a_RK[is_part_R]
                 grams[part] += own_RK.T @ own_RK
@@ -208,18 +209,15 @@ class _LayerCorrection:
 
     def _subtract(self, number: int, delta_DK: Tensor) -> None:
         for batch in self.inputs.batches():
-            use = self.inputs.use(batch, number)
+            a_RK, token_R = self._weighted(batch, number)
             residuals = self.residuals[batch.rows].flatten(0, 1)
-            made_RD = self.layer.feed_forward_weight * use.weight_R[:, None] * (use.h_RF @ delta_DK.T)
-            residuals.index_add_(0, use.token_R, made_RD, alpha=-1.0)
+            residuals.index_add_(0, token_R, a_RK @ delta_DK.T, alpha=-1.0)
             self.residuals[batch.rows] = residuals.view(-1, *self.residuals.shape[1:])
 
-    def _rows(self, batch: Any, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return w·h [R, K], the residuals [R, D], and whether each token is held out."""
+    def _weighted(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
+        """Return w·h [R, K] of an FFN in a batch, and its tokens [R]."""
         use = self.inputs.use(batch, number)
-        residuals = self.residuals[batch.rows].flatten(0, 1)
-        a_RK = self.layer.feed_forward_weight * use.weight_R[:, None] * use.h_RF
-        return a_RK, residuals[use.token_R], batch.is_held_T[use.token_R]
+        return self.layer.feed_forward_weight * use.weight_R[:, None] * use.h_RF, use.token_R
 
 
 def _solved(gram_KK: Any, right_KD: Any, ridge: float) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from compress.plans.plan import Plan
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN
-from engine.families.tensor_names import expert_tensor, ffn_tensor
+from engine.families.tensor_names import common_tensor, expert_tensor
 
 
 class NarrowedFfn(NamedTuple):
@@ -35,6 +35,6 @@ def narrowed_ffns(plan: Plan, config: DecoderConfig) -> dict[int, list[NarrowedF
                 found.setdefault(layer, []).append(NarrowedFfn(name, index, source, units))
     for layer, units in plan.common.items():
         source, number = counts.get(layer, 0), len(plan.layers.get(layer, ()))
-        name = ffn_tensor(config, layer, source, DOWN)
+        name = common_tensor(config, layer, DOWN)
         found.setdefault(layer, []).append(NarrowedFfn(name, number, source, units))
     return found

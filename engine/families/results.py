@@ -22,7 +22,7 @@ _OF_ANOTHER = frozenset(["block_configs", "auto_map", "quantization_config", GAT
 
 def with_experts(
     config: dict[str, Any],
-    experts_per_decoder_layer: list[int],
+    counts: list[int],
     groups: Mapping[int, Sequence[int]] | None = None,
     widths: Mapping[int, Sequence[int]] | None = None,
     common: Mapping[int, int] | None = None,
@@ -30,29 +30,29 @@ def with_experts(
     """Return the config.json of the model with other expert counts and widths. A count of 0 means that the layer was dense
     and stays dense.
 
-    groups: the group of each expert, by layer, for layers that have groups. widths: the number of hidden units of each
-    expert, by layer; None for the width that the family's own key says. common: the number of hidden units of the shared
-    expert, or of the FFN of a dense layer, likewise.
+    counts: experts of each decoder layer. groups: the group of each expert, by layer, for layers that have groups.
+    widths: the number of hidden units of each expert, by layer; None for the width that the family's own key says.
+    common: the number of hidden units of the shared expert, or of the FFN of a dense layer, likewise.
 
     Uniform counts, also in all groups, and one width of all experts, of all shared experts and of all dense FFNs give a
     plain config of the family. All others add `block_configs`; the caller adds `auto_map`.
     """
-    row, of_layers, counted = architecture_of(config), groups or {}, experts_per_decoder_layer
+    row, of_layers = architecture_of(config), groups or {}
     family = load_transformers_config(config, plainly=True)
-    counts = {count for count in counted if count}
-    width, changed_width = _one_width(row, family, counted, widths or {}, common or {})
+    distinct = {count for count in counts if count}
+    width, changed_width = _one_width(row, family, counts, widths or {}, common or {})
     changed = {key: value for key, value in row.words.renamed(config).items() if key not in _OF_ANOTHER}
     changed |= {"model_type": row.words.written_as or row.model_type} | _without_prediction_layers(row)
-    even = len(counts) == 1 and _is_plain(row, max(counts), row.router.group_count(family), of_layers.values())
-    changed |= row.experts.with_counts(family, counted, width or row.experts.declared_width(family))
+    even = len(distinct) == 1 and _is_plain(row, max(distinct), row.router.group_count(family), of_layers.values())
+    changed |= row.experts.with_counts(family, counts, width or row.experts.declared_width(family))
     changed |= changed_width
-    changed |= row.router.with_counts(config, family, counted, even)
+    changed |= row.router.with_counts(config, family, counts, even)
     if not even or width is None:
         own = {} if even else of_layers  # the family's own rule finds even groups
         each = {} if width is not None or widths is None else widths
-        others = {} if width is not None or common is None else _other_than_declared(row, family, counted, common)
+        others = {} if width is not None or common is None else _other_than_declared(row, family, counts, common)
         changed["block_configs"] = [
-            block_config(count, own.get(i), each.get(i, ()), others.get(i)) for i, count in enumerate(counted)
+            block_config(count, own.get(i), each.get(i, ()), others.get(i)) for i, count in enumerate(counts)
         ]
     return changed
 

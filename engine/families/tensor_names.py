@@ -28,9 +28,11 @@ def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -
     return f"{block_prefix(row, layer)}.{name}"
 
 
-def common_tensor(row: Architecture, layer: int, is_moe: bool, projection: int) -> str:
-    """Return the name on disk of a projection of the FFN that every token of a layer uses."""
-    return shared_tensor(row, layer, projection) if is_moe else dense_tensor(layer, projection)
+def common_tensor(config: DecoderConfig, layer: int, projection: int) -> str:
+    """Return the name on disk of a projection of the FFN that every token of a layer uses (DecoderConfig.common_widths)."""
+    if config.layers[layer].moe is None:
+        return dense_tensor(layer, projection)
+    return shared_tensor(config.architecture, layer, projection)
 
 
 def ffn_tensor(config: DecoderConfig, layer: int, number: int, projection: int) -> str:
@@ -38,7 +40,7 @@ def ffn_tensor(config: DecoderConfig, layer: int, number: int, projection: int) 
     moe = config.layers[layer].moe
     if moe is not None and number < moe.experts:
         return expert_tensor(config.architecture, layer, number, projection)
-    return common_tensor(config.architecture, layer, moe is not None, projection)
+    return common_tensor(config, layer, projection)
 
 
 def dense_module(row: Architecture) -> str:

@@ -155,22 +155,22 @@ def test_damaged_widths_are_refused(width: Any, tmp_path: Path) -> None:
         path.write_text(json.dumps(config))
 
 
-def test_vllm_sees_each_width(tmp_path: Path) -> None:
-    full = whole("qwen2_moe", tmp_path / "full")
-    apply(common_plan(full, "layer"), full, tmp_path / "narrow")
-    narrow = Checkpoint(tmp_path / "narrow")
-    own = narrow.config.transformers_config
+def seen_by_vllm(full: Checkpoint, path: Path, layers: list[int]) -> tuple[Checkpoint, list[dict[str, int]]]:
+    """Return a narrowed model, and what vLLM's class of each of these layers reads in its config."""
+    apply(common_plan(full, "layer"), full, path)
+    narrow = Checkpoint(path)
+    own, counts = narrow.config.transformers_config, narrow.config.experts_by_layer
     own.block_configs = narrow.raw_config["block_configs"]
-    seen = [_shown(narrow.config.architecture, own, index, experts) for index, experts in ((0, 6), (1, 0))]
+    return narrow, [_shown(narrow.config.architecture, own, layer, counts.get(layer, 0)) for layer in layers]
+
+
+def test_vllm_sees_each_width(tmp_path: Path) -> None:
+    narrow, seen = seen_by_vllm(whole("qwen2_moe", tmp_path / "full"), tmp_path / "narrow", [0, 1])
     assert seen[0]["shared_expert_intermediate_size"] == narrow.config.common_widths[0]
     assert seen[1]["intermediate_size"] == narrow.config.common_widths[1]
 
 
 def test_vllm_refuses_two_widths_of_one_key(tmp_path: Path) -> None:
     full = whole("llama4_text", tmp_path / "full")
-    apply(common_plan(full, "layer"), full, tmp_path / "narrow")
-    narrow = Checkpoint(tmp_path / "narrow")
-    own = narrow.config.transformers_config
-    own.block_configs = narrow.raw_config["block_configs"]
     with pytest.raises(UnsupportedError, match="one key"):
-        _shown(narrow.config.architecture, own, 0, narrow.config.experts_by_layer[0])
+        seen_by_vllm(full, tmp_path / "narrow", [0])
