@@ -7,7 +7,7 @@ copy, and no other weights:
 - in one call of the compiled kernels, if the experts are bfloat16 and the kernels have their gate;
 - expert by expert, through views into the stacked weights, for all other experts on a CPU.
 
-Where `obstacle` finds a reason (a GPU, gradients, torch.compile), transformers' own grouped products compute the experts.
+Where `obstacle` finds a reason (a GPU, gradients, torch.compile), an implementation of transformers computes the experts.
 A slot whose index is not the number of an expert is empty: it adds nothing, and on a CPU it costs nothing.
 
 Shape suffixes: T tokens, D hidden, F expert width, S slots, N experts, P outputs of the first product (2F with a gate, F
@@ -35,8 +35,8 @@ from engine.kernels.linear import as_bfloat16, linear, serves_rows
 
 NAME = "moe-compress"
 """Name of the implementation, for `experts_implementation=` of transformers."""
-OTHERWISE = "grouped_mm"
-"""Name of the implementation of transformers that computes what this one does not."""
+GROUPED = "grouped_mm"
+"""Name of transformers' default implementation, which computes what this one does not on a GPU and in a compiled model."""
 CLAMPS = (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit"))
 """Attributes in which modules of transformers keep α and the limit of a clamped SwiGLU."""
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def register() -> None:
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     # Experts that transformers keeps in FP8 have a registry of their own, and only transformers' kernels read them.
-    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, ALL_FP8_EXPERTS_FUNCTIONS[OTHERWISE])
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, ALL_FP8_EXPERTS_FUNCTIONS[GROUPED])
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class StackedExperts:
 def obstacle(experts: StackedExperts, x_TD: Tensor, indices_TS: Tensor, weights_TS: Tensor) -> str | None:
     """Return why transformers must compute these experts, or None if this implementation does."""
     stored, given = experts.weights, (x_TD, indices_TS, weights_TS)
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if _makes_graph():
         return "the model is being compiled or exported"
     if any(type(each) not in (Tensor, nn.Parameter) for each in (*stored, *given)):
         return "some weights or inputs are not plain tensors"
@@ -140,14 +140,24 @@ def _by_transformers(module: Any, reason: str, x_TD: Tensor, indices_TS: Tensor,
     """Return the output that transformers computes. A reason is logged when it first occurs."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if reason not in _reported and not torch.compiler.is_compiling():
+    is_graph = _makes_graph()
+    if reason not in _reported and not is_graph:
         _reported.add(reason)
-        logger.warning("experts_implementation %r: %s; transformers' %r computes the experts", NAME, reason, OTHERWISE)
+        logger.warning("experts_implementation %r: %s; transformers computes the experts", NAME, reason)
     if not module._is_expert_parallel:  # its empty slots have a meaning of their own
         is_empty = (indices_TS < 0) | (indices_TS >= module.down_proj.shape[0])
         indices_TS, weights_TS = indices_TS.masked_fill(is_empty, 0), weights_TS.masked_fill(is_empty, 0.0)
-    y_TD: Tensor = ALL_EXPERTS_FUNCTIONS[OTHERWISE](module, x_TD, indices_TS, weights_TS)
-    return y_TD
+    # The module's own forward loops over experts of any shape. Torch's grouped products on a CPU refuse bfloat16 rows whose
+    # size is not a multiple of 16 bytes.
+    may_loop = x_TD.is_cpu and not is_graph and not module._is_expert_parallel
+    eager = getattr(type(module).forward, "__wrapped__", None) if may_loop else None
+    made: Tensor = (eager or ALL_EXPERTS_FUNCTIONS[GROUPED])(module, x_TD, indices_TS, weights_TS)
+    return made
+
+
+def _makes_graph() -> bool:
+    """Return whether torch records this call instead of only computing it."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 # The compiled kernels
