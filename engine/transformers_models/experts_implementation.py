@@ -5,7 +5,8 @@ transformers calls the experts of a layer with hidden states [T, D], the chosen 
 copy, and no other weights:
 
 - in one call of the compiled kernels, if the experts are bfloat16 and the kernels have their gate;
-- expert by expert, through views into the stacked weights, for all other experts on a CPU.
+- expert by expert, through views into the stacked weights, for all other experts on a CPU, and for those that many tokens of
+  a prompt chose if the processor does not multiply bfloat16.
 
 Where `obstacle` finds a reason (a GPU, gradients, torch.compile), an implementation of transformers computes the experts.
 A slot whose index is not the number of an expert is empty: it adds nothing, and on a CPU it costs nothing.
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from engine.decoder.experts import gated, route_through
 from engine.decoder.routing import NO_EXPERT, Selection
 from engine.families.layer_config import ClampedSwiglu
-from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, KernelChoice, is_served, prepare_decoding
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, KernelChoice, is_served, prepare_decoding
 from engine.kernels.linear import as_bfloat16, linear, serves_rows
 
 NAME = "moe-compress"
@@ -39,6 +40,9 @@ GROUPED = "grouped_mm"
 """Name of transformers' default implementation, which computes what this one does not on a GPU and in a compiled model."""
 CLAMPS = (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit"))
 """Attributes in which modules of transformers keep α and the limit of a clamped SwiGLU."""
+FEW_ROWS = 32
+"""Maximum number of tokens of an expert for the kernels for few rows; with more, widening the weights once is faster."""
+CHOICE = KernelChoice(may_compile=True, max_few_rows=FEW_ROWS)
 logger = logging.getLogger(__name__)
 
 
@@ -61,14 +65,12 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     reason = obstacle(experts, hidden_states, top_k_index, top_k_weights)
     if reason is not None:
         return _by_transformers(self, reason, hidden_states, top_k_index, top_k_weights)
+    if not hidden_states.shape[0]:
+        return torch.empty_like(hidden_states)
     is_empty = (top_k_index < 0) | (top_k_index >= len(experts))
     selection = Selection(top_k_index.masked_fill(is_empty, NO_EXPERT), top_k_weights)
-    x_TD = hidden_states.detach().contiguous()
     with torch.no_grad():
-        y_TD = compiled(experts, x_TD, selection)
-        if y_TD is not None:
-            return y_TD
-        return route_through(x_TD, selection, cast("nn.ModuleList", experts), choice=DECODING)
+        return _routed(experts, hidden_states.detach().contiguous(), selection)
 
 
 class StackedExperts:
@@ -181,24 +183,48 @@ _tables: WeakKeyDictionary[nn.Module, Table] = WeakKeyDictionary()
 """The table of each module that has been called. A table takes 80 bytes for each expert."""
 
 
-def compiled(experts: StackedExperts, x_TD: Tensor, selection: Selection) -> Tensor | None:
-    """Return the output that the compiled kernels compute in one call, or None if they do not support these experts."""
-    tokens, hidden = x_TD.shape
-    kernels = DECODING.for_any(x_TD)
-    if kernels is None or not tokens:
-        return None
+def _routed(experts: StackedExperts, x_TD: Tensor, selection: Selection) -> Tensor:
+    """Return the output of the experts, [T, D]. The kernels compute as much of it as they do fastest."""
+    kernels, tokens = CHOICE.for_any(x_TD), x_TD.shape[0]
+    table = None if kernels is None else _table_of(kernels, experts)
+    if table is None or table.rows is None:
+        return _through_views(experts, x_TD, selection)
+    if table.takes_many and tokens > COMPILED_MAX_ROWS and CHOICE.for_products(tokens, x_TD) is not None:
+        return _compiled(kernels, table, x_TD, selection, many=True)
+    if tokens <= FEW_ROWS:
+        return _compiled(kernels, table, x_TD, selection, many=False)
+    counts_N = torch.bincount(selection.experts.reshape(-1) + 1, minlength=len(experts) + 1)[1:]
+    is_crowded_TS = (counts_N > FEW_ROWS)[selection.experts.clamp_min(0)]
+    few, rest = (
+        selection._replace(experts=selection.experts.masked_fill(left_out_TS, NO_EXPERT))
+        for left_out_TS in (is_crowded_TS, ~is_crowded_TS)
+    )
+    parts = []
+    if bool((few.experts != NO_EXPERT).any()):
+        parts.append(_compiled(kernels, table, x_TD, few, many=False))
+    if not parts or bool((rest.experts != NO_EXPERT).any()):
+        parts.append(_through_views(experts, x_TD, rest))
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _through_views(experts: StackedExperts, x_TD: Tensor, selection: Selection) -> Tensor:
+    return route_through(x_TD, selection, cast("nn.ModuleList", experts), choice=CHOICE)
+
+
+def _compiled(kernels: Any, table: Table, x_TD: Tensor, selection: Selection, *, many: bool) -> Tensor:
+    """Return the output that the kernels compute in one call. many: whether to use the kernels for many tokens."""
+    chosen_TS = np.ascontiguousarray(selection.experts.to(torch.int64).numpy())
+    weights_TS = np.ascontiguousarray(selection.weights.detach().float().numpy())
+    given = (x_TD.data_ptr(), table.rows, chosen_TS, weights_TS, x_TD.shape[1])
+    return as_bfloat16(kernels.swiglu(*given, clamp=table.clamp, many=many))
+
+
+def _table_of(kernels: Any, experts: StackedExperts) -> Table:
+    """Return the table of a module's experts, a new one if the weights or the gate have been replaced."""
     table, origin = _tables.get(experts.module), _origin(experts)
     if table is None or table.origin != origin:
         table = _tables[experts.module] = _new_table(kernels, experts, origin)
-    if table.rows is None:
-        return None
-    many = table.takes_many and DECODING.takes_many(tokens) and DECODING.for_products(tokens, x_TD) is not None
-    if not many and selection.experts.numel() > COMPILED_MAX_ROWS * max(len(experts), selection.experts.shape[1]):
-        return None
-    chosen_TS = np.ascontiguousarray(selection.experts.to(torch.int64).numpy())
-    weights_TS = np.ascontiguousarray(selection.weights.detach().float().numpy())
-    made = kernels.swiglu(x_TD.data_ptr(), table.rows, chosen_TS, weights_TS, hidden, clamp=table.clamp, many=many)
-    return as_bfloat16(made)
+    return table
 
 
 def _origin(experts: StackedExperts) -> tuple[Any, ...]:
