@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.decoder.experts import gated, route_through
+from engine.decoder.experts import gated, grouped, sparse
 from engine.decoder.routing import NO_EXPERT, Selection
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, KernelChoice, is_served, prepare_decoding
-from engine.kernels.linear import as_bfloat16, linear, serves_rows
+from engine.kernels.linear import as_bfloat16, linear, serves_rows, transposed_linear
 
 NAME = "moe-compress"
 """Name of the implementation, for `experts_implementation=` of transformers."""
@@ -109,8 +109,10 @@ class StackedExperts:
         return module.post_expert_norm(y_TD) if module.has_post_expert_norm else y_TD
 
     def _product(self, x_TI: Tensor, index: int, weight_NOI: Tensor, bias_NO: Tensor | None, choice: KernelChoice) -> Tensor:
-        weight_OI = weight_NOI[index].T if self.module.is_transposed else weight_NOI[index]
-        return linear(x_TI.contiguous(), weight_OI, None if bias_NO is None else bias_NO[index], choice)
+        bias_O = None if bias_NO is None else bias_NO[index]
+        if self.module.is_transposed:
+            return transposed_linear(x_TI, weight_NOI[index], bias_O)
+        return linear(x_TI.contiguous(), weight_NOI[index], bias_O, choice)
 
 
 def obstacle(experts: StackedExperts, x_TD: Tensor, indices_TS: Tensor, weights_TS: Tensor) -> str | None:
@@ -208,7 +210,9 @@ def _routed(experts: StackedExperts, x_TD: Tensor, selection: Selection) -> Tens
 
 
 def _through_views(experts: StackedExperts, x_TD: Tensor, selection: Selection) -> Tensor:
-    return route_through(x_TD, selection, cast("nn.ModuleList", experts), choice=CHOICE)
+    """Return the output of the experts, computed one after another."""
+    compute = sparse if x_TD.shape[0] == 1 else grouped  # several tokens may choose one expert, which is then read once
+    return compute(x_TD, selection, cast("nn.ModuleList", experts), choice=CHOICE)
 
 
 def _compiled(kernels: Any, table: Table, x_TD: Tensor, selection: Selection, *, many: bool) -> Tensor:
