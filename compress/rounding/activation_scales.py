@@ -37,7 +37,7 @@ from engine.decoder.model import DecoderLayer
 from engine.decoder.parameters import attention_parameters
 from engine.decoder.routing import select
 from engine.families.config import DecoderConfig
-from engine.families.tensor_names import dense_tensor, expert_tensor, shared_gate_tensor, shared_tensor
+from engine.families.tensor_names import attention_prefix, dense_tensor, expert_tensor, shared_gate_tensor, shared_tensor
 from engine.families.tensor_shapes import noise_tensors, router_tensors
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
@@ -182,9 +182,9 @@ class LayerSearch:
         """Return α of attention's input."""
         if layer.residuals is not None:
             return 0.0  # the residual connection reads the norm too
-        prefix = f"model.layers.{self.index}"
-        own = {f"{prefix}.self_attn.{name}": weight for name, weight in attention_parameters(layer.attention)}
-        names = [f"{prefix}.self_attn.{name}.weight" for name in READ_THE_NORM]
+        prefix = attention_prefix(self.config, self.index)
+        own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(layer.attention)}
+        names = [f"{prefix}.{name}.weight" for name in READ_THE_NORM]
         names = [name for name in names if name in own]
         alpha, s_D = self._best(x_TD, [(own[name], x_TD) for name in names], names[0])
         self._fold(self._norm("input_layernorm"), names, s_D)

@@ -38,7 +38,7 @@ from engine.decoder.routing import (
     softmax,
 )
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import Chunk, MoeConfig
+from engine.families.layer_config import Chunk, LightningConfig, LinearConfig, MoeConfig
 from engine.families.rotary_embedding import Rotary
 from engine.families.tensor_names import (
     dense_tensor,
@@ -72,8 +72,7 @@ class DecoderLayer(nn.Module):
         self.residual = config.multipliers.residual
         self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
         self.residuals = config.layers[layer].residuals
-        kind = LatentAttention if config.latent is not None else Attention
-        self.attention = (LightningAttention if config.layers[layer].is_lightning else kind)(config, layer, tensor)
+        self.attention = _attention(config, layer, tensor)
         self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
 
@@ -378,6 +377,17 @@ def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
     finally:
         for block, routing in zip(blocks, own, strict=True):
             block.routing = routing
+
+
+_LINEAR: dict[type[LinearConfig], Callable[[DecoderConfig, int, TensorSource], nn.Module]] = {
+    LightningConfig: LightningAttention,
+}
+
+
+def _attention(config: DecoderConfig, layer: int, tensor: TensorSource) -> nn.Module:
+    if (linear := config.layers[layer].linear) is not None:
+        return _LINEAR[type(linear)](config, layer, tensor)
+    return (Attention if config.latent is None else LatentAttention)(config, layer, tensor)
 
 
 def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> MoeBlock | Expert:

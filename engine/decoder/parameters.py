@@ -14,6 +14,7 @@ from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.families.tensor_names import (
     LATENT_UP,
     LIGHTNING,
+    attention_prefix,
     dense_tensor,
     expert_parts,
     expert_tensor,
@@ -38,7 +39,8 @@ def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
         assert isinstance(layer, DecoderLayer)
         prefix = f"model.layers.{index}"
         found |= _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias)
-        found.update({f"{prefix}.self_attn.{name}": parameter for name, parameter in attention_parameters(layer.attention)})
+        own = attention_prefix(decoder.config, index)
+        found.update({f"{own}.{name}": parameter for name, parameter in attention_parameters(layer.attention)})
         found |= _named(f"{prefix}.post_attention_layernorm", layer.feed_forward_norm, layer.feed_forward_norm_bias)
         found.update(_feed_forward(decoder, index, layer))
     found |= _named(FINAL_NORM, decoder.norm, decoder.norm_bias)
@@ -58,9 +60,7 @@ def _projections(names: Iterable[str], expert: Expert) -> Iterator[tuple[str, nn
     return ((name, parameter) for name, parameter in pairs if isinstance(parameter, nn.Parameter))
 
 
-def attention_parameters(
-    attention: Attention | LatentAttention | LightningAttention,
-) -> Iterator[tuple[str, nn.Parameter]]:
+def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a layer's attention, by their names within it."""
     if isinstance(attention, LightningAttention):
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
@@ -68,6 +68,7 @@ def attention_parameters(
     elif isinstance(attention, LatentAttention):
         named = _latent(attention)
     else:
+        assert isinstance(attention, Attention)
         named = _grouped(attention)
     return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
 

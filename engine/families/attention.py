@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from engine.errors import CheckpointError
-from engine.families.layer_config import Chunk, LatentConfig
+from engine.families.layer_config import Chunk, LatentConfig, LightningConfig, LinearConfig
 from engine.families.values import keys, natural, of_layer, positive
 from engine.files.json_file import shown
 
@@ -112,9 +112,9 @@ class GroupedQuery:
         """Return the largest magnitude of queries, keys and values, or None if they are not clipped."""
         return None
 
-    def is_linear(self, family: Any, index: int) -> bool:
-        """Return whether a layer's attention is linear."""
-        return False
+    def linear(self, family: Any, index: int, heads: Heads) -> LinearConfig | None:
+        """Return the sizes of a layer's linear attention, or None if its attention is not linear."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class OptionallyNormed(GroupedQuery):
 
 
 @dataclass(frozen=True)
-class Lightning(GroupedQuery):
-    """Lightning attention in layers that `layer_types` calls `linear_attention`, grouped-query attention in all others."""
+class LinearLayers(GroupedQuery):
+    """Linear attention in layers that `layer_types` calls `linear_attention`, grouped-query attention in all others."""
 
     kinds: ClassVar[frozenset[str]] = frozenset(["linear"])
 
@@ -160,9 +160,22 @@ class Lightning(GroupedQuery):
         if not {FULL} <= set(own := family.layer_types or ()) <= {LINEAR, FULL}:
             yield f"layer_types={sorted(set(own))}"
 
-    def is_linear(self, family: Any, index: int) -> bool:
-        """Return whether a layer has lightning attention."""
-        return bool(of_layer(family, "layer_types", index) == LINEAR)
+    def linear(self, family: Any, index: int, heads: Heads) -> LinearConfig | None:
+        """Return the sizes of a layer's linear attention, or None if its attention is not linear."""
+        return self.sizes(family, heads) if of_layer(family, "layer_types", index) == LINEAR else None
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of linear attention, beside heads of grouped-query attention that have these sizes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Lightning(LinearLayers):
+    """Lightning attention, with as many heads of the same size as the other layers have heads of queries."""
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of lightning attention."""
+        return LightningConfig(positive(family, "num_attention_heads"), heads.size, heads.size)
 
 
 @dataclass(frozen=True)

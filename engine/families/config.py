@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.families.architecture import Architecture
-from engine.families.layer_config import LatentConfig, LayerConfig, Multipliers, Temperature
+from engine.families.layer_config import LatentConfig, LayerConfig, LinearConfig, Multipliers, Temperature
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class DecoderConfig:
     @property
     def caching_layers(self) -> tuple[int, ...]:
         """Indices of the layers that cache something for each position. All other layers have a state."""
-        return tuple(index for index, layer in enumerate(self.layers) if not layer.is_lightning)
+        return tuple(index for index, layer in enumerate(self.layers) if layer.linear is None)
 
     @property
-    def lightning_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that have a state of lightning attention."""
-        return tuple(index for index, layer in enumerate(self.layers) if layer.is_lightning)
+    def linear_layers(self) -> dict[int, LinearConfig]:
+        """Sizes of the layers of linear attention, which have a state, by layer index."""
+        return {index: layer.linear for index, layer in enumerate(self.layers) if layer.linear is not None}
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class PlainResidual:
         """Return the factors that the model was trained with."""
         return Multipliers()
 
-    def of_layer(self, family: Any, is_lightning: bool) -> tuple[Residual, Residual] | None:
+    def of_layer(self, family: Any, is_linear: bool) -> tuple[Residual, Residual] | None:
         """Return the rules of a layer's attention and of its feed-forward block, or None for x + f(norm(x))."""
         return None
 
@@ -64,10 +64,10 @@ class NormResidual(PlainResidual):
     lightning: tuple[str, str]
     feed_forward: tuple[str, str]
 
-    def of_layer(self, family: Any, is_lightning: bool) -> tuple[Residual, Residual] | None:
+    def of_layer(self, family: Any, is_linear: bool) -> tuple[Residual, Residual] | None:
         """Return the rules of a layer's attention and of its feed-forward block."""
         attention, lightning, feed_forward = (
             Residual(*(number(key, getattr(family, key)) for key in keys))
             for keys in (self.attention, self.lightning, self.feed_forward)
         )
-        return lightning if is_lightning else attention, feed_forward
+        return lightning if is_linear else attention, feed_forward

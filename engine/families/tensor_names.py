@@ -14,6 +14,12 @@ LIGHTNING = ("qkv_proj.weight", "output_gate.weight", "norm.weight", "out_proj.w
 """The tensors of lightning attention: queries, keys and values together, the gate, the norm, and the output."""
 
 
+def attention_prefix(config: DecoderConfig, layer: int) -> str:
+    """Return the prefix of a layer's attention."""
+    linear = config.layers[layer].linear
+    return f"model.layers.{layer}.{'self_attn' if linear is None else linear.module}"
+
+
 def block_prefix(row: Architecture, layer: int) -> str:
     """Return the prefix of a layer's MoE block."""
     return f"model.layers.{layer}.{row.experts.names.block}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import LatentConfig
+from engine.families.layer_config import LatentConfig, LightningConfig, LinearConfig
 from engine.families.tensor_names import (
     LATENT_UP,
     LIGHTNING,
+    attention_prefix,
     dense_tensor,
     expert_parts,
     expert_tensor,
@@ -127,7 +128,8 @@ def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
 def derived_tensors(config: DecoderConfig) -> list[str]:
     """Return the tensors that transformers writes although config.json implies them: decays of lightning attention."""
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-    return [f"model.layers.{layer}.self_attn.{name}" for layer in config.lightning_layers for name in names]
+    lightning = (layer for layer, sizes in config.linear_layers.items() if isinstance(sizes, LightningConfig))
+    return [f"model.layers.{layer}.self_attn.{name}" for layer in lightning for name in names]
 
 
 def _norm_tensors(config: DecoderConfig, name: str) -> dict[str, tuple[int, ...]]:
@@ -142,11 +144,11 @@ def _ffn(name: Callable[[int], str], width: int, hidden: int) -> Shapes:
 
 
 def _attention_tensors(config: DecoderConfig, index: int) -> Shapes:
-    prefix = f"model.layers.{index}.self_attn"
+    prefix = attention_prefix(config, index)
+    if (linear := config.layers[index].linear) is not None:
+        return _LINEAR_TENSORS[type(linear)](config, linear, prefix)
     if config.latent is not None:
         return _latent_tensors(config, config.latent, prefix)
-    if config.layers[index].is_lightning:
-        return _lightning_tensors(config, prefix)
     return _grouped_query_tensors(config, index, prefix)
 
 
@@ -171,10 +173,15 @@ def _latent_tensors(config: DecoderConfig, latent: LatentConfig, prefix: str) ->
         yield f"{prefix}.o_proj.bias", (hidden,)
 
 
-def _lightning_tensors(config: DecoderConfig, prefix: str) -> Shapes:
-    width = config.attention_heads * config.head_dimension
+def _lightning_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    width = sizes.heads * sizes.value_dimension
     shapes = (3 * width, config.hidden_size), (width, config.hidden_size), (width,), (config.hidden_size, width)
     yield from ((f"{prefix}.{name}", shape) for name, shape in zip(LIGHTNING, shapes, strict=True))
+
+
+_LINEAR_TENSORS: dict[type[LinearConfig], Callable[[DecoderConfig, LinearConfig, str], Shapes]] = {
+    LightningConfig: _lightning_tensors,
+}
 
 
 def _grouped_query_tensors(config: DecoderConfig, index: int, prefix: str) -> Shapes:
