@@ -30,7 +30,7 @@ from engine.families.config import DecoderConfig
 from engine.families.resolve import decoder_config
 from engine.families.rotary_check import check_rotary
 from engine.families.table import ARCHITECTURES
-from engine.families.tensor_names import is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
+from engine.families.tensor_names import is_decay, is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
 from engine.families.tensor_shapes import (
     attention_weights,
     derived_tensors,
@@ -401,10 +401,11 @@ def in_parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
 
 
 def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the compute dtype of a tensor in a model of this dtype: at least float32 for a router's selection bias."""
+    """Return the compute dtype of a tensor in a model of this dtype: at least float32 for a router's selection bias and
+    for rates of decay."""
     import torch  # here: headers are read without it
 
-    return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
+    return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) or is_decay(name) else dtype
 
 
 def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen, norm
 from engine.decoder.decode_step import DecodeStep
 from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.gated_delta import GatedDelta
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
@@ -38,7 +39,7 @@ from engine.decoder.routing import (
     softmax,
 )
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import Chunk, LightningConfig, LinearConfig, MoeConfig
+from engine.families.layer_config import Chunk, GatedDeltaConfig, LightningConfig, LinearConfig, MoeConfig
 from engine.families.rotary_embedding import Rotary
 from engine.families.tensor_names import (
     dense_tensor,
@@ -68,7 +69,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         keep_few_shapes()
         prefix = f"model.layers.{layer}"
-        self.epsilon = config.norm_epsilon
+        self.epsilon, self.zero_centered = config.norm_epsilon, config.zero_centered
         self.residual = config.multipliers.residual
         self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
         self.residuals = config.layers[layer].residuals
@@ -79,11 +80,14 @@ class DecoderLayer(nn.Module):
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]."""
         choice = positions.choice
-        normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon, choice)
+        normed = self._normed(x_BLD, self.attention_norm, self.attention_norm_bias, choice)
         x_BLD = self._added(0, x_BLD, normed, self.attention(normed, positions, cache))
-        normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon, choice)
+        normed = self._normed(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, choice)
         y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]), choice)
         return self._added(1, x_BLD, normed, y_TD.view_as(x_BLD))
+
+    def _normed(self, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None, choice: KernelChoice) -> Tensor:
+        return norm(x_BLD, weight_D, bias_D, self.epsilon, choice, self.zero_centered)
 
     @property
     def feed_forward_weight(self) -> float:
@@ -244,7 +248,8 @@ def final_norm(
     config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None, choice: KernelChoice = TORCH
 ) -> Tensor:
     """Return the head's input from the last layer's output. The divisor of the logits is applied here, to fewer numbers."""
-    return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon, choice), 1.0 / config.multipliers.logits)
+    normed_BLD = norm(x_BLD, weight_D, bias_D, config.norm_epsilon, choice, config.zero_centered)
+    return times(normed_BLD, 1.0 / config.multipliers.logits)
 
 
 class Outer:
@@ -381,6 +386,7 @@ def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
 
 _LINEAR: dict[type[LinearConfig], Callable[[DecoderConfig, int, TensorSource], nn.Module]] = {
     LightningConfig: LightningAttention,
+    GatedDeltaConfig: GatedDelta,
 }
 
 

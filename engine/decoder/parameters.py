@@ -8,10 +8,12 @@ from torch import nn
 
 from engine.decoder.attention import Attention
 from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.gated_delta import GatedDelta
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
 from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.families.tensor_names import (
+    GATED_DELTA,
     LATENT_UP,
     LIGHTNING,
     attention_prefix,
@@ -65,12 +67,19 @@ def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Paramet
     if isinstance(attention, LightningAttention):
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
         named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
+    elif isinstance(attention, GatedDelta):
+        named = dict(zip(GATED_DELTA, _gated_delta(attention), strict=True))
     elif isinstance(attention, LatentAttention):
         named = _latent(attention)
     else:
         assert isinstance(attention, Attention)
         named = _grouped(attention)
     return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
+
+
+def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+    decays = attention.decay_bias_H, attention.log_rate_H
+    return attention.inputs, attention.numbers, attention.filter_C1K, *decays, attention.norm_V, attention.output
 
 
 def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from engine.errors import CheckpointError
-from engine.families.layer_config import Chunk, LatentConfig, LightningConfig, LinearConfig
+from engine.families.layer_config import Chunk, GatedDeltaConfig, LatentConfig, LightningConfig, LinearConfig
 from engine.families.values import keys, natural, of_layer, positive
 from engine.files.json_file import shown
 
@@ -75,6 +75,8 @@ class GroupedQuery:
     """Unusual kinds of layers that this attention adds."""
     has_sinks: ClassVar[bool] = False
     """Whether each head has an attention sink: a learned score that takes a share of the softmax and adds nothing."""
+    has_output_gate: ClassVar[bool] = False
+    """Whether the projection of queries also gives a gate, whose sigmoid multiplies the heads' outputs."""
     qk_norm: str = "none"
     """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
     qkv_bias: bool | str = False
@@ -176,6 +178,33 @@ class Lightning(LinearLayers):
     def sizes(self, family: Any, heads: Heads) -> LinearConfig:
         """Return the sizes of lightning attention."""
         return LightningConfig(positive(family, "num_attention_heads"), heads.size, heads.size)
+
+
+@dataclass(frozen=True)
+class GatedDelta(LinearLayers):
+    """The gated delta rule in layers of linear attention, and attention with an output gate in all others."""
+
+    has_output_gate: ClassVar[bool] = True
+    interval: str = "full_attention_interval"
+    """Config key of n, if every n-th layer has full attention and the config has no `layer_types`."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that the part reads."""
+        return (*super().reads, self.interval)
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of the gated delta rule. Raises CheckpointError for heads of values that keys cannot share."""
+        count, keys = positive(family, "linear_num_value_heads"), positive(family, "linear_num_key_heads")
+        if count % keys:
+            raise CheckpointError(f"config.json: {count} linear value heads cannot share {keys} linear key heads evenly")
+        return GatedDeltaConfig(
+            heads=count,
+            key_dimension=positive(family, "linear_key_head_dim"),
+            value_dimension=positive(family, "linear_value_head_dim"),
+            key_heads=keys,
+            kernel=positive(family, "linear_conv_kernel_dim"),
+        )
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,12 @@ class DecoderConfig:
     """Scaling of queries in layers that do not rotate."""
     has_sinks: bool
     """Whether each head has an attention sink: a learned score that takes a share of the softmax and adds nothing."""
+    output_gate: bool
+    """Whether the projection of queries also gives a gate for each number of the heads' outputs."""
     layer_norm: bool
     """Whether norms are layer norms with a bias instead of root mean square norms."""
+    zero_centered: bool
+    """Whether the weights of norms, also of queries and keys, are stored as their differences from 1."""
     rope_mscales: bool
     """Whether the short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
     transformers_config: Any = field(repr=False, compare=False)

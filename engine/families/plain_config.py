@@ -218,6 +218,19 @@ def _layers_in_turns(values: dict[str, Any], extras: dict[str, Any]) -> None:
         values["layer_types"] = [kinds[layer % 2] for layer in range(values["num_hidden_layers"])]
 
 
+def _every_nth_layer_full(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    if values["layer_types"] is None:
+        interval = extras.pop("full_attention_interval", 4)
+        if type(interval) is not int or interval < 1:
+            raise _Unusual
+        kinds = ("full_attention", "linear_attention")
+        values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
+
+
+def _quarter_rotates(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    extras.setdefault("partial_rotary_factor", 0.25)
+
+
 def _half_rotates(values: dict[str, Any], extras: dict[str, Any]) -> None:
     extras.setdefault("partial_rotary_factor", 0.5)
 
@@ -260,6 +273,7 @@ _FINISHED: dict[str, tuple[_Finish, ...]] = {
     "qwen2_moe": (_no_dense_list, _window_of_zero, _full_layers),
     "qwen3": (_no_window, _key_value_heads, _full_layers),
     "qwen3_moe": (_no_window, _no_dense_list),
+    "qwen3_next": (_quarter_rotates, _no_dense_list, _every_nth_layer_full),
 }
 """The families that are read here, by transformers' model_type. transformers resolves all others."""
 

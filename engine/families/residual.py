@@ -15,6 +15,8 @@ class RootMeanSquareNorms:
     """Norms that divide by the root mean square (arXiv 1910.07467)."""
 
     layer_norm: ClassVar[bool] = False
+    zero_centered: ClassVar[bool] = False
+    """Whether weights are stored as their differences from 1."""
 
     def epsilon(self, family: Any) -> float:
         """Return the ε that is added under the root. Raises CheckpointError unless it is a small number."""
@@ -28,6 +30,13 @@ class LayerNorms(RootMeanSquareNorms):
     """Norms that are layer norms with a bias."""
 
     layer_norm: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class ZeroCenteredNorms(RootMeanSquareNorms):
+    """Norms whose weights are stored as their differences from 1."""
+
+    zero_centered: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         multipliers=row.residual.multipliers(family),
         temperature=row.rotation.temperature(family),
         has_sinks=row.attention.has_sinks,
+        output_gate=row.attention.has_output_gate,
         layer_norm=row.norms.layer_norm,
+        zero_centered=row.norms.zero_centered,
         rope_mscales=row.rotation.has_mscales,
         transformers_config=family,
     )

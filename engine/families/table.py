@@ -14,6 +14,7 @@ from engine.families.attention import (
     LINEAR,
     ChunkedLayers,
     ClippedGroupedQuery,
+    GatedDelta,
     GroupedQuery,
     GroupedQueryWithSinks,
     Latent,
@@ -37,7 +38,7 @@ from engine.families.experts import (
 )
 from engine.families.head import Head, PredictionLayers
 from engine.families.layer_pattern import DenseFirst, DenseFirstThenEveryNth, LayerRange, ListedLayers, SparseStep
-from engine.families.residual import LayerNorms, NormResidual, ScaledResidual
+from engine.families.residual import LayerNorms, NormResidual, ScaledResidual, ZeroCenteredNorms
 from engine.families.rotation import CountedRotation, LongRotation, PartialRotation, Rotation, SomeLayersRotate
 from engine.families.router import (
     BiasedLogits,
@@ -156,6 +157,19 @@ _ROWS = (
         experts=Experts(("num_experts", "num_local_experts"), width="moe_intermediate_size"),
         layers=SparseStep(),
         dense_sibling="qwen3",
+    ),
+    Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        attention=GatedDelta("head", qkv_bias="attention_bias", output_bias="attention_bias"),
+        rotation=PartialRotation(),
+        experts=Experts(("num_experts",), width="moe_intermediate_size"),
+        shared=SharedExpert(gate="shared_expert_gate.weight"),
+        layers=SparseStep(),
+        norms=ZeroCenteredNorms(),
+        prediction=PredictionLayers(prefix="mtp."),
+        dense_sibling="qwen3_next",
+        not_onnx="its gated delta rule keeps a state, for which our graphs have no input",
     ),
     Architecture(
         "olmoe",

@@ -12,6 +12,18 @@ SINKS = "sinks"
 LATENT_UP = "kv_b_proj.weight"
 LIGHTNING = ("qkv_proj.weight", "output_gate.weight", "norm.weight", "out_proj.weight")
 """The tensors of lightning attention: queries, keys and values together, the gate, the norm, and the output."""
+GATED_DELTA = (
+    "in_proj_qkvz.weight",
+    "in_proj_ba.weight",
+    "conv1d.weight",
+    "dt_bias",
+    "A_log",
+    "norm.weight",
+    "out_proj.weight",
+)
+"""The tensors of the gated delta rule: queries, keys, values and gates together; the logits of strengths and decays
+together; the filters; the bias and the logarithm of the rates of decay; the norm; and the output."""
+_DECAYS = ("dt_bias", "A_log")
 
 
 def attention_prefix(config: DecoderConfig, layer: int) -> str:
@@ -109,6 +121,11 @@ def is_router_bias(row: Architecture, name: str) -> bool:
     """Return whether a tensor is the choice bias, which is added to scores for the choice of experts."""
     own = row.router.names.choice_bias
     return own is not None and name.endswith(f".{own}")
+
+
+def is_decay(name: str) -> bool:
+    """Return whether a tensor says how fast the memory of linear attention decays."""
+    return name.endswith(_DECAYS)
 
 
 def _in_block(row: Architecture, layer: int, name: str | None) -> str | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import LatentConfig, LightningConfig, LinearConfig
+from engine.families.layer_config import GatedDeltaConfig, LatentConfig, LightningConfig, LinearConfig
 from engine.families.tensor_names import (
+    GATED_DELTA,
     LATENT_UP,
     LIGHTNING,
     attention_prefix,
@@ -110,10 +111,11 @@ def attention_weights(config: DecoderConfig, index: int) -> list[str]:
     """Return the names on disk of a layer's attention matrices that are multiplied by as they are.
 
     The matrix that makes keys and values of latent attention is excluded: for single positions, the products use its parts
-    (absorbed).
+    (absorbed). So is the small matrix of the gated delta rule that gives decays and strengths: like a router, it is never
+    rounded.
     """
-    tensors = _attention_tensors(config, index)
-    return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(f".{LATENT_UP}")]
+    tensors, excluded = _attention_tensors(config, index), (f".{LATENT_UP}", f".{GATED_DELTA[1]}")
+    return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(excluded)]
 
 
 def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
@@ -179,15 +181,31 @@ def _lightning_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) 
     yield from ((f"{prefix}.{name}", shape) for name, shape in zip(LIGHTNING, shapes, strict=True))
 
 
+def _gated_delta_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    assert isinstance(sizes, GatedDeltaConfig)
+    values, heads = sizes.heads * sizes.value_dimension, sizes.heads
+    shapes: tuple[tuple[int, ...], ...] = (
+        (sizes.channels + values, config.hidden_size),
+        (2 * heads, config.hidden_size),
+        (sizes.channels, 1, sizes.kernel),
+        (heads,),
+        (heads,),
+        (sizes.value_dimension,),
+        (config.hidden_size, values),
+    )
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(GATED_DELTA, shapes, strict=True))
+
+
 _LINEAR_TENSORS: dict[type[LinearConfig], Callable[[DecoderConfig, LinearConfig, str], Shapes]] = {
     LightningConfig: _lightning_tensors,
+    GatedDeltaConfig: _gated_delta_tensors,
 }
 
 
 def _grouped_query_tensors(config: DecoderConfig, index: int, prefix: str) -> Shapes:
     hidden, size = config.hidden_size, config.head_dimension
     query, key = config.attention_heads * size, config.key_value_heads * size
-    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+    for name, rows in (("q_proj", 2 * query if config.output_gate else query), ("k_proj", key), ("v_proj", key)):
         yield f"{prefix}.{name}.weight", (rows, hidden)
         if config.qkv_bias:
             yield f"{prefix}.{name}.bias", (rows,)

@@ -128,6 +128,17 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama4_text", "all sparse", {"interleave_moe_layer_step": 1, "rope_parameters": LLAMA3, "num_hidden_layers": 3}),
     ("llama4_text", "no chunks", {"attention_chunk_size": 64, "no_rope_layers": [1, 0, 0, 1], "moe_layers": [0, 1, 3]}),
     ("minimax_m2", "yarn", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
+    (
+        "qwen3_next",
+        "every third layer full, no key heads repeated",
+        {"layer_types": None, "full_attention_interval": 3, "linear_num_key_heads": 4, "attention_bias": True},
+    ),
+    (
+        "qwen3_next",
+        "every second layer with experts, heads rotated whole",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [], "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    ),
+    ("qwen3_next", "a short filter, top-k as it is", {"linear_conv_kernel_dim": 2, "norm_topk_prob": False}),
     ("deepseek", "every second layer", {"moe_layer_freq": 2, "first_k_dense_replace": 0, "num_hidden_layers": 4}),
 ]
 
@@ -355,8 +366,9 @@ def test_decays_beside_the_weights_are_copied_and_an_outline_has_them_too(made_o
     assert len(checkpoint.derived) == 8 and all(torch.equal(tensors[name], own[name]) for name in checkpoint.derived)
 
 
-def test_a_state_goes_with_its_sequence_and_takes_nothing_back(made_of: Any) -> None:
-    checkpoint = made_of("minimax").checkpoint
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next"])
+def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made_of: Any) -> None:
+    checkpoint = made_of(family).checkpoint
     cache = KeyValueCache(checkpoint.config, 2, 16, torch.float32)
     decoder = decoder_of(checkpoint)
     with torch.no_grad():
@@ -366,7 +378,8 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(made_of: Any) -> 
         cache.extend(20)
         both = decoder(TOKENS[:, 9:10], None, cache)
     assert worst(one, both[1:]) < 1e-5
-    assert len(cache.states) == 2 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
+    layers = checkpoint.config.layers
+    assert len(cache.states) == len(layers) - 1 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
     with pytest.raises(OptionError, match="cannot undo tokens"):
         Engine.open(checkpoint.directory, draft=checkpoint.directory)
 

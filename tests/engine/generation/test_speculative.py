@@ -151,7 +151,7 @@ def test_greedy_text_is_that_of_the_target(family: str, changes: dict[str, Any],
     ("family", "changes"),
     [
         *((family, {}) for family in ("mixtral", "qwen2_moe", "qwen3_moe", "phimoe", "gpt_oss", "llama_moe", "qwen2")),
-        *((family, {}) for family in FURTHER_FAMILIES if family != "minimax"),  # a state cannot be rolled back
+        *((family, {}) for family in FURTHER_FAMILIES if family not in ("minimax", "qwen3_next")),  # states stay
         ("olmoe", {"clip_qkv": 0.5}),
         ("mixtral", {"sliding_window": 6}),
         ("mixtral", LONGROPE),
