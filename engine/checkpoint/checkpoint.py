@@ -305,8 +305,10 @@ class Checkpoint(ModelDirectory):
     def prediction_layers(self) -> int:
         """Number of layers for multi-token prediction in the files; they are not read."""
         names = [name for file in self.files for name in file.entries]
-        if any(is_prediction_tensor(self.config.architecture, name) for name in names):
-            return self.config.prediction_layers
+        own = [name for name in names if is_prediction_tensor(self.config.architecture, name)]
+        if own:  # some configs do not say how many there are
+            numbered = (re.search(r"\.layers\.(\d+)\.", name) for name in own)
+            return self.config.prediction_layers or len({found[1] for found in numbered if found is not None})
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 

@@ -37,13 +37,15 @@ from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, kept_ex
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder import lightning_attention
-from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.kv_cache import KeyValueCache, state_bytes
 from engine.decoder.latent_attention import Queries
 from engine.decoder.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
 from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
+from engine.families.plain_config import PlainConfig
 from engine.families.resolve import decoder_config
 from engine.families.results import loading_note
 from engine.families.table import ARCHITECTURES
+from engine.families.tensor_shapes import expected_tensors
 from engine.generation.generate import Engine
 from engine.inspect import inspect
 
@@ -384,6 +386,28 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made
         Engine.open(checkpoint.directory, draft=checkpoint.directory)
 
 
+# The gated delta rule
+
+
+def test_the_published_qwen3_next_has_80_billion_parameters() -> None:
+    """The keys are those of Qwen3-Next-80B-A3B, which has no `layer_types`."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 256, "vocab_size": 151936, "intermediate_size": 5120, "max_position_embeddings": 262144}
+    experts = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    experts |= {"shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    delta = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+    delta |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "full_attention_interval": 4}
+    rotary = {"rope_theta": 10000000, "rope_scaling": None, "partial_rotary_factor": 0.25, "use_sliding_window": False}
+    raw = {"model_type": "qwen3_next", "attention_bias": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    config = decoder_config(raw | sizes | experts | delta | rotary)
+    assert isinstance(config.transformers_config, PlainConfig), "transformers is not imported for it"
+    assert config.caching_layers == tuple(range(3, 48, 4)) and config.rotary_dimension == 64
+    assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 79.7
+    assert state_bytes(config, torch.bfloat16) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
+    with pytest.raises(CheckpointError, match="32 linear value heads cannot share 24 linear key heads"):
+        decoder_config(raw | sizes | experts | delta | rotary | {"linear_num_key_heads": 24})
+
+
 # Layers for multi-token prediction
 
 
@@ -420,6 +444,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         {"use_rmsnorm": True, "moe_gate": "topk", "moe_use_aux_free": True, "moe_capacity": [6, 6, 6]}
         | {"num_nextn_predict_layers": 1, "is_quantized": False},
         "model.mtp_block.0.self_attn.q_proj.weight",
+    ),
+    "qwen3_next": (
+        {"full_attention_interval": 4, "use_sliding_window": False, "rope_scaling": None, "rope_theta": 10000.0},
+        "mtp.layers.0.mlp.shared_expert_gate.weight",
     ),
     "minimax_m2": (
         {"attn_type_list": [1, 1, 1], "scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"}
