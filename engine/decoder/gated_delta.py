@@ -137,7 +137,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, H, L, V], and the state after the last position [B, H, E, V]. The initial state is zero by default.
 
-    decay: ln α. strength: β.
+    decay: ln α. strength: β. The given state may be overwritten.
     """
     if state_BHEV is None:
         state_BHEV = torch.zeros_like(key_BHLE[:, :, :1].mT * value_BHLV[:, :, :1])
@@ -160,10 +160,15 @@ def next_position(
     strength_BH1: Tensor,
     state_BHEV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return `attend` for one position, by the recurrence."""
-    state_BHEV = state_BHEV * decay_BH1.exp()[..., None]
+    """Return `attend` for one position, by the recurrence.
+
+    Without gradients the given state is overwritten: new memory for it costs several times as much as the products.
+    """
+    kept_BH11, keeps = decay_BH1.exp()[..., None], torch.is_grad_enabled()
+    state_BHEV = state_BHEV * kept_BH11 if keeps else state_BHEV.mul_(kept_BH11)
     correction_BH1V = strength_BH1[..., None] * (value_BH1V - key_BH1E @ state_BHEV)
-    state_BHEV = state_BHEV + key_BH1E.mT * correction_BH1V
+    add = torch.addcmul if keeps else Tensor.addcmul_
+    state_BHEV = add(state_BHEV, key_BH1E.mT, correction_BH1V)
     return query_BH1E @ state_BHEV, state_BHEV
 
 
