@@ -37,7 +37,14 @@ from engine.decoder.model import DecoderLayer
 from engine.decoder.parameters import attention_parameters
 from engine.decoder.routing import select
 from engine.families.config import DecoderConfig
-from engine.families.tensor_names import attention_prefix, dense_tensor, expert_tensor, shared_gate_tensor, shared_tensor
+from engine.families.tensor_names import (
+    NEVER_ROUNDED,
+    attention_prefix,
+    dense_tensor,
+    expert_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+)
 from engine.families.tensor_shapes import noise_tensors, router_tensors
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
@@ -48,10 +55,8 @@ from engine.passes.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))
 """Grid of α. With α = 0 nothing is scaled, so the result is never worse than without scales on the sample."""
-READ_THE_NORM = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "in_proj_qkvz")
+READ_THE_NORM = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "in_proj_qkvz", "in_proj_qkv", "in_proj_z")
 """Matrices of attention of any kind whose input is the output of the norm before it."""
-ALSO_READ_THE_NORM = ("in_proj_ba",)
-"""Further matrices of attention with this input, which are not rounded."""
 SAMPLE_TOKENS = 2048
 """Number of tokens whose activations are kept, for one layer at a time."""
 
@@ -200,9 +205,9 @@ class LayerSearch:
             return 0.0  # the residual connection reads the norm too
         prefix = attention_prefix(self.config, self.index)
         own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(layer.attention)}
+        rounded = [f"{prefix}.{name}.weight" for name in READ_THE_NORM]
         rounded, others = (
-            [f"{prefix}.{name}.weight" for name in names if f"{prefix}.{name}.weight" in own]
-            for names in (READ_THE_NORM, ALSO_READ_THE_NORM)
+            [name for name in names if name in own] for names in (rounded, [f"{prefix}.{name}" for name in NEVER_ROUNDED])
         )
         alpha, s_D = self._best(x_TD, [(own[name], x_TD) for name in rounded], rounded[0])
         self._fold(self._norm("input_layernorm"), [*rounded, *others], s_D, self.config.zero_centered)

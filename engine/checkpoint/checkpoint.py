@@ -414,7 +414,7 @@ def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[
     """Return the file of each tensor of the language model; rename its entries to names without the wrapper."""
     for file in files:
         own = {name: entry for name, entry in file.entries.items() if not name.startswith(wrapper.others)}
-        file.entries = {name.removeprefix(wrapper.prefix): entry for name, entry in own.items()}
+        file.entries = {wrapper.own_name(name): entry for name, entry in own.items()}
     return {name: file for file in files for name in file.entries}
 
 

@@ -21,7 +21,7 @@ values, E dimensions of a query and key, V of a value, I and J positions of a bl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +31,9 @@ from engine.decoder.attention import Cache, Positions
 from engine.decoder.convolution import causal_convolution
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import GatedDeltaConfig
-from engine.families.tensor_names import GATED_DELTA, attention_prefix
-from engine.kernels.linear import linear
-from engine.kernels.quantized_weight import Weight, as_tensor, frozen
+from engine.families.tensor_names import GATED_DELTA, SPLIT_GATED_DELTA, attention_prefix
+from engine.kernels.linear import linear, linears
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 BLOCK = GatedDeltaConfig.block
 """Number of positions in one block."""
@@ -55,7 +55,10 @@ class Projected(NamedTuple):
 
 
 class GatedDelta(nn.Module):
-    """The gated delta rule of one layer."""
+    """The gated delta rule of one layer. Two matrices have all projections, head of keys by head of keys."""
+
+    names: ClassVar[tuple[str, ...]] = GATED_DELTA
+    """Names of the tensors within the layer's attention: the projections, and five others."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
@@ -63,14 +66,18 @@ class GatedDelta(nn.Module):
         assert isinstance(sizes, GatedDeltaConfig)
         self.layer, self.sizes, self.epsilon = layer, sizes, config.norm_epsilon
         prefix = attention_prefix(config, layer)
-        both, numbers, filters, bias, rate, norm, output = (f"{prefix}.{name}" for name in GATED_DELTA)
+        *projections, filters, bias, rate, norm, output = (tensor(f"{prefix}.{name}") for name in self.names)
+        self._keep(*projections)
+        self.filter_C1K, self.decay_bias_H, self.log_rate_H = map(_parameter, (filters, bias, rate))
+        self.norm_V, self.output = _parameter(norm), frozen(output)
 
-        def parameter(name: str) -> nn.Parameter:
-            return nn.Parameter(as_tensor(tensor(name)), requires_grad=False)
+    def _keep(self, *projections: Weight) -> None:
+        self.inputs, self.numbers = frozen(projections[0]), _parameter(projections[1])
 
-        self.inputs, self.output = frozen(tensor(both)), frozen(tensor(output))
-        self.numbers, self.filter_C1K, self.norm_V = parameter(numbers), parameter(filters), parameter(norm)
-        self.decay_bias_H, self.log_rate_H = parameter(bias), parameter(rate)
+    @property
+    def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+        """The projections of the layer's input, in the order of `names`."""
+        return self.inputs, self.numbers
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]; with a cache, continue from its state and store the new one."""
@@ -91,7 +98,7 @@ class GatedDelta(nn.Module):
         return linear(gated_BLX, self.output, choice=positions.choice)
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> Projected:
-        """Return the projections, which are stored head of keys by head of keys."""
+        """Return the projections of the layer's input."""
         sizes, choice = self.sizes, positions.choice
         own = sizes.heads // sizes.key_heads * sizes.value_dimension
         each_BLGX = linear(x_BLD, self.inputs, choice=choice).unflatten(-1, (sizes.key_heads, -1))
@@ -120,6 +127,32 @@ class GatedDelta(nn.Module):
         decay_BLH = F.softplus(projected.decay_BLH.to(wide) + self.decay_bias_H.to(wide))
         decay_BLH = -self.log_rate_H.to(wide).exp() * decay_BLH
         return decay_BLH.transpose(1, 2), projected.strength_BLH.to(wide).sigmoid().transpose(1, 2)
+
+
+class SplitGatedDelta(GatedDelta):
+    """The gated delta rule of one layer, with a matrix for each projection."""
+
+    names: ClassVar[tuple[str, ...]] = SPLIT_GATED_DELTA
+
+    def _keep(self, *projections: Weight) -> None:
+        self.inputs, self.gate = frozen(projections[0]), frozen(projections[1])
+        self.strength_HD, self.decay_HD = _parameter(projections[2]), _parameter(projections[3])
+
+    @property
+    def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+        """The projections of the layer's input, in the order of `names`."""
+        return self.inputs, self.gate, self.strength_HD, self.decay_HD
+
+    def _projected(self, x_BLD: Tensor, positions: Positions) -> Projected:
+        """Return the projections of the layer's input."""
+        nothing, choice = (None, None), positions.choice
+        mixed_BLC, gate_BLX = linears(x_BLD, (self.inputs, self.gate), nothing, choice)
+        strength_BLH, decay_BLH = linears(x_BLD, (self.strength_HD, self.decay_HD), nothing, choice)
+        return Projected(mixed_BLC, gate_BLX.unflatten(-1, (self.sizes.heads, -1)), strength_BLH, decay_BLH)
+
+
+def _parameter(weight: Weight) -> nn.Parameter:
+    return nn.Parameter(as_tensor(weight), requires_grad=False)
 
 
 def normalized(x: Tensor) -> Tensor:

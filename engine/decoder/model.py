@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen, norm
 from engine.decoder.decode_step import DecodeStep
 from engine.decoder.experts import Expert, MoeBlock
-from engine.decoder.gated_delta import GatedDelta
+from engine.decoder.gated_delta import GatedDelta, SplitGatedDelta
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
@@ -39,7 +39,14 @@ from engine.decoder.routing import (
     softmax,
 )
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import Chunk, GatedDeltaConfig, LightningConfig, LinearConfig, MoeConfig
+from engine.families.layer_config import (
+    Chunk,
+    GatedDeltaConfig,
+    LightningConfig,
+    LinearConfig,
+    MoeConfig,
+    SplitGatedDeltaConfig,
+)
 from engine.families.rotary_embedding import Rotary
 from engine.families.tensor_names import (
     dense_tensor,
@@ -387,6 +394,7 @@ def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
 _LINEAR: dict[type[LinearConfig], Callable[[DecoderConfig, int, TensorSource], nn.Module]] = {
     LightningConfig: LightningAttention,
     GatedDeltaConfig: GatedDelta,
+    SplitGatedDeltaConfig: SplitGatedDelta,
 }
 
 

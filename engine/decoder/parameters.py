@@ -13,7 +13,6 @@ from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
 from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.families.tensor_names import (
-    GATED_DELTA,
     LATENT_UP,
     LIGHTNING,
     attention_prefix,
@@ -68,7 +67,7 @@ def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Paramet
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
         named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
     elif isinstance(attention, GatedDelta):
-        named = dict(zip(GATED_DELTA, _gated_delta(attention), strict=True))
+        named = dict(zip(attention.names, _gated_delta(attention), strict=True))
     elif isinstance(attention, LatentAttention):
         named = _latent(attention)
     else:
@@ -79,7 +78,7 @@ def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Paramet
 
 def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | QuantizedWeight, ...]:
     decays = attention.decay_bias_H, attention.log_rate_H
-    return attention.inputs, attention.numbers, attention.filter_C1K, *decays, attention.norm_V, attention.output
+    return *attention.projections, attention.filter_C1K, *decays, attention.norm_V, attention.output
 
 
 def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:

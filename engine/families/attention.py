@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from engine.errors import CheckpointError
-from engine.families.layer_config import Chunk, GatedDeltaConfig, LatentConfig, LightningConfig, LinearConfig
+from engine.families.layer_config import (
+    Chunk,
+    GatedDeltaConfig,
+    LatentConfig,
+    LightningConfig,
+    LinearConfig,
+    SplitGatedDeltaConfig,
+)
 from engine.families.values import keys, natural, of_layer, positive
 from engine.files.json_file import shown
 
@@ -185,6 +192,8 @@ class GatedDelta(LinearLayers):
     """The gated delta rule in layers of linear attention, and attention with an output gate in all others."""
 
     has_output_gate: ClassVar[bool] = True
+    made: ClassVar[type[GatedDeltaConfig]] = GatedDeltaConfig
+    """The class of the sizes, which stands for the layout on disk."""
     interval: str = "full_attention_interval"
     """Config key of n, if every n-th layer has full attention and the config has no `layer_types`."""
 
@@ -198,13 +207,20 @@ class GatedDelta(LinearLayers):
         count, keys = positive(family, "linear_num_value_heads"), positive(family, "linear_num_key_heads")
         if count % keys:
             raise CheckpointError(f"config.json: {count} linear value heads cannot share {keys} linear key heads evenly")
-        return GatedDeltaConfig(
+        return self.made(
             heads=count,
             key_dimension=positive(family, "linear_key_head_dim"),
             value_dimension=positive(family, "linear_value_head_dim"),
             key_heads=keys,
             kernel=positive(family, "linear_conv_kernel_dim"),
         )
+
+
+@dataclass(frozen=True)
+class SplitGatedDelta(GatedDelta):
+    """The same, with a matrix for each projection of the gated delta rule."""
+
+    made: ClassVar[type[GatedDeltaConfig]] = SplitGatedDeltaConfig
 
 
 @dataclass(frozen=True)

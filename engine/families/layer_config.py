@@ -155,6 +155,11 @@ class GatedDeltaConfig(LinearConfig):
 
 
 @dataclass(frozen=True)
+class SplitGatedDeltaConfig(GatedDeltaConfig):
+    """Sizes of the gated delta rule where each projection is a matrix of its own."""
+
+
+@dataclass(frozen=True)
 class Temperature:
     """Queries at position p are multiplied by ln(1 + ⌊(p + 1) / floor⌋) · slope + 1 (arXiv 2501.19399)."""
 

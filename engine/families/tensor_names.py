@@ -12,17 +12,20 @@ SINKS = "sinks"
 LATENT_UP = "kv_b_proj.weight"
 LIGHTNING = ("qkv_proj.weight", "output_gate.weight", "norm.weight", "out_proj.weight")
 """The tensors of lightning attention: queries, keys and values together, the gate, the norm, and the output."""
-GATED_DELTA = (
-    "in_proj_qkvz.weight",
-    "in_proj_ba.weight",
-    "conv1d.weight",
-    "dt_bias",
-    "A_log",
-    "norm.weight",
-    "out_proj.weight",
-)
+_AFTER_PROJECTIONS = ("conv1d.weight", "dt_bias", "A_log", "norm.weight", "out_proj.weight")
+GATED_DELTA = ("in_proj_qkvz.weight", "in_proj_ba.weight", *_AFTER_PROJECTIONS)
 """The tensors of the gated delta rule: queries, keys, values and gates together; the logits of strengths and decays
 together; the filters; the bias and the logarithm of the rates of decay; the norm; and the output."""
+SPLIT_GATED_DELTA = (
+    "in_proj_qkv.weight",
+    "in_proj_z.weight",
+    "in_proj_b.weight",
+    "in_proj_a.weight",
+    *_AFTER_PROJECTIONS,
+)
+"""The same tensors where gates, strengths and decays have a matrix each."""
+NEVER_ROUNDED = ("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")
+"""Small matrices of the gated delta rule that give strengths and decays. Like routers, they are never rounded."""
 _DECAYS = ("dt_bias", "A_log")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import GatedDeltaConfig, LatentConfig, LightningConfig, LinearConfig
+from engine.families.layer_config import GatedDeltaConfig, LatentConfig, LightningConfig, LinearConfig, SplitGatedDeltaConfig
 from engine.families.tensor_names import (
     GATED_DELTA,
     LATENT_UP,
     LIGHTNING,
+    NEVER_ROUNDED,
+    SPLIT_GATED_DELTA,
     attention_prefix,
     dense_tensor,
     expert_parts,
@@ -111,10 +113,10 @@ def attention_weights(config: DecoderConfig, index: int) -> list[str]:
     """Return the names on disk of a layer's attention matrices that are multiplied by as they are.
 
     The matrix that makes keys and values of latent attention is excluded: for single positions, the products use its parts
-    (absorbed). So is the small matrix of the gated delta rule that gives decays and strengths: like a router, it is never
-    rounded.
+    (absorbed). So are those that are never rounded.
     """
-    tensors, excluded = _attention_tensors(config, index), (f".{LATENT_UP}", f".{GATED_DELTA[1]}")
+    excluded = tuple(f".{name}" for name in (LATENT_UP, *NEVER_ROUNDED))
+    tensors = _attention_tensors(config, index)
     return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(excluded)]
 
 
@@ -183,22 +185,35 @@ def _lightning_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) 
 
 def _gated_delta_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
     assert isinstance(sizes, GatedDeltaConfig)
-    values, heads = sizes.heads * sizes.value_dimension, sizes.heads
+    outputs = sizes.channels + sizes.heads * sizes.value_dimension, 2 * sizes.heads
+    yield from _delta_tensors(config, sizes, prefix, GATED_DELTA, outputs)
+
+
+def _split_gated_delta_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    assert isinstance(sizes, GatedDeltaConfig)
+    outputs = sizes.channels, sizes.heads * sizes.value_dimension, sizes.heads, sizes.heads
+    yield from _delta_tensors(config, sizes, prefix, SPLIT_GATED_DELTA, outputs)
+
+
+def _delta_tensors(
+    config: DecoderConfig, sizes: GatedDeltaConfig, prefix: str, names: tuple[str, ...], outputs: tuple[int, ...]
+) -> Shapes:
+    """Yield the tensors of the gated delta rule, whose projections have so many outputs."""
     shapes: tuple[tuple[int, ...], ...] = (
-        (sizes.channels + values, config.hidden_size),
-        (2 * heads, config.hidden_size),
+        *((each, config.hidden_size) for each in outputs),
         (sizes.channels, 1, sizes.kernel),
-        (heads,),
-        (heads,),
+        (sizes.heads,),
+        (sizes.heads,),
         (sizes.value_dimension,),
-        (config.hidden_size, values),
+        (config.hidden_size, sizes.heads * sizes.value_dimension),
     )
-    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(GATED_DELTA, shapes, strict=True))
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(names, shapes, strict=True))
 
 
 _LINEAR_TENSORS: dict[type[LinearConfig], Callable[[DecoderConfig, LinearConfig, str], Shapes]] = {
     LightningConfig: _lightning_tensors,
     GatedDeltaConfig: _gated_delta_tensors,
+    SplitGatedDeltaConfig: _split_gated_delta_tensors,
 }
 
 

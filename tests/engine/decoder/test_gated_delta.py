@@ -90,11 +90,14 @@ def test_a_convolution_in_pieces_is_one_convolution() -> None:
 # Against transformers' modules
 
 
-@pytest.fixture(name="both", scope="module")
-def ours_and_theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Decoder]:
-    """Return a transformers model in float64, and our decoder of the same weights."""
+@pytest.fixture(name="both", scope="module", params=["qwen3_next", "qwen3_5_moe_text"])
+def ours_and_theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Decoder]:
+    """Return a transformers model in float64, and our decoder of the same weights.
+
+    One family has all projections of a layer in two matrices, and the other has a matrix for each.
+    """
     path: Path = tmp_path_factory.mktemp("model")
-    model = save_reference("qwen3_next", path).double()
+    model = save_reference(request.param, path).double()
     checkpoint = Checkpoint(path)
     return model, Decoder(checkpoint.config, checkpoint.source(torch.float64))
 
@@ -130,7 +133,8 @@ def test_a_layer_of_attention_with_an_output_gate(both: tuple[Any, Decoder]) -> 
     model, decoder = both
     theirs, ours = model.model.layers[ATTENTION_LAYER].self_attn, decoder.layers[ATTENTION_LAYER].attention
     x, tokens = normal(2, 12, 32), torch.zeros(2, 12, dtype=torch.long)
-    angles = model.model.rotary_emb(x, torch.arange(12)[None])
+    angles = model.model.rotary_emb(x, torch.arange(12)[None, None])
+    angles = tuple(each.reshape(1, 12, -1) for each in angles)
     allowed = attention_mask(torch.ones(2, 12, dtype=torch.bool), 12, 12, None)
     assert allowed is not None
     mask = torch.zeros(2, 1, 12, 12, dtype=torch.float64).masked_fill(~allowed, -torch.inf)

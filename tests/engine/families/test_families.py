@@ -30,7 +30,12 @@ from family_matrix import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Llama4Config, Llama4ForConditionalGeneration
+from transformers import (
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from compress.plans.apply import apply
 from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, kept_expert, narrowed_expert, pruning_plan
@@ -274,6 +279,50 @@ def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Pat
         Checkpoint(whole)
 
 
+def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a Qwen3.5-MoE with stacked experts, and a tensor of its layer for multi-token prediction."""
+    stored = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    blocks = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
+    for block in blocks:
+        gate, up, down = (
+            torch.stack([tensors[f"{block}.experts.{expert}.{part}_proj.weight"] for expert in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        stored |= {f"{block}.experts.gate_up_proj": torch.cat((gate, up), dim=1), f"{block}.experts.down_proj": down}
+    return stored | {"mtp.layers.0.mlp.gate.weight": torch.ones(6, 32)}
+
+
+def test_the_language_model_of_qwen3_5(made_of: Any, tmp_path: Path) -> None:
+    """The files are as published: a nested config, another prefix, tensors for images, stacked experts."""
+    made = made_of("qwen3_5_moe_text")
+    whole, pruned, expected = (tmp_path / name for name in ("whole", "pruned", "expected"))
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5MoeConfig(text_config=made.checkpoint.raw_config, vision_config=vision)
+    model = Qwen3_5MoeForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(made.reference.model.state_dict())
+    model.lm_head.load_state_dict(made.reference.lm_head.state_dict())
+    model.save_pretrained(whole)
+    save_file(as_published(load_file(whole / "model.safetensors")), whole / "model.safetensors", {"format": "pt"})
+    raw = json.loads((whole / "config.json").read_text())
+    raw["text_config"] |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": []}
+    raw["text_config"] |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    (whole / "config.json").write_text(json.dumps(raw))
+    found = inspect(str(whole), checksums=False, progress=lambda names, _: names)
+    assert found["parts_not_read"] == ["model.visual"] and found["prediction_layers_not_read"] == 1
+    assert (found["architecture"], found["parameters"]) == ("qwen3_5_moe_text", made.checkpoint.parameters)
+    assert worst(own_logits(Checkpoint(whole)), made.logits) <= 1e-4
+    plan = pruning_plan({layer: evenly(made.moe(layer)) for layer in made.layers})
+    for source, output in ((whole, pruned), (made.path / "full", expected)):
+        output.mkdir()
+        apply(plan, Checkpoint(source), output)
+    assert (pruned / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert Checkpoint(pruned).raw_config["mtp_num_hidden_layers"] == 0
+    raw["text_config"]["attn_output_gate"] = False
+    (whole / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedError, match="attn_output_gate=False"):
+        Checkpoint(whole)
+
+
 # Lightning attention
 
 
@@ -387,6 +436,20 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made
 
 
 # The gated delta rule
+
+
+def test_the_published_qwen3_5_has_35_billion_parameters() -> None:
+    """The keys are those of the language model of Qwen3.5-35B-A3B."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 256, "vocab_size": 248320, "max_position_embeddings": 262144, "full_attention_interval": 4}
+    sizes |= {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1}
+    sizes |= {"shared_expert_intermediate_size": 512, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    rope = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+    config = decoder_config({"model_type": "qwen3_5_moe_text", "rope_parameters": rope} | sizes)
+    assert isinstance(config.transformers_config, PlainConfig), "transformers is not imported for it"
+    assert len(config.linear_layers) == 30 and (config.rotary_dimension, config.prediction_layers) == (64, 1)
+    assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 34.7
 
 
 def test_the_published_qwen3_next_has_80_billion_parameters() -> None:
