@@ -51,7 +51,7 @@ class Projected(NamedTuple):
     strength_BLH: Tensor
     """Logits of β."""
     decay_BLH: Tensor
-    """What the decay is made from, before its bias."""
+    """Logits of the decay, before their bias."""
 
 
 class GatedDelta(nn.Module):

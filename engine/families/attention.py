@@ -218,7 +218,7 @@ class GatedDelta(LinearLayers):
 
 @dataclass(frozen=True)
 class SplitGatedDelta(GatedDelta):
-    """The same, with a matrix for each projection of the gated delta rule."""
+    """The gated delta rule with a matrix for each projection, beside attention with an output gate."""
 
     made: ClassVar[type[GatedDeltaConfig]] = SplitGatedDeltaConfig
 

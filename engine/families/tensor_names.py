@@ -23,7 +23,7 @@ SPLIT_GATED_DELTA = (
     "in_proj_a.weight",
     *_AFTER_PROJECTIONS,
 )
-"""The same tensors where gates, strengths and decays have a matrix each."""
+"""These tensors where gates, strengths and decays have a matrix each."""
 NEVER_ROUNDED = ("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")
 """Small matrices of the gated delta rule that give strengths and decays. Like routers, they are never rounded."""
 _DECAYS = ("dt_bias", "A_log")
