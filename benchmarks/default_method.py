@@ -25,11 +25,11 @@ from methods import MODELS, SEQUENCES_AT_ONCE, Cell, default_scope, prunings, tr
 from results import RESULTS, markdown, remember, remembered, save
 from torch import Tensor
 
-from compress.methods import DEFAULT_METHOD
+from compress.methods import DEFAULT_METHODS
 from compress.run.losses import Losses
 from compress.training.losses import next_token_loss
 
-METHODS = tuple(dict.fromkeys((DEFAULT_METHOD, "diep", "reap", "naee")))
+METHODS = tuple(dict.fromkeys((DEFAULT_METHODS["expert"], "diep", "reap", "naee")))
 FULL = "full model"
 SPARSITIES = (0.25, 0.5)
 HALVES = ("selection", "report")
@@ -196,7 +196,13 @@ def main() -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         made = list(pool.map(lambda job: known.get(job) or in_process(__file__, DONE, *job, options.windows), asked))
     shares = [f"{sparsity:g}" for sparsity in SPARSITIES]
-    about = {"default": DEFAULT_METHOD, "methods": methods, "seeds": options.seeds, "sparsities": shares, "length": LENGTH}
+    about = {
+        "default": DEFAULT_METHODS["expert"],
+        "methods": methods,
+        "seeds": options.seeds,
+        "sparsities": shares,
+        "length": LENGTH,
+    }
     save("default_method", about | {"runs": made})
 
 

@@ -30,8 +30,9 @@ VARIANTS = {
     "25 % pruned": "prune --sparsity 0.25",
     "50 % pruned": "prune --sparsity 0.5",
     "75 % pruned": "prune --sparsity 0.75",
-    "50 % pruned at random": "prune --sparsity 0.5 --method random",
-    "50 % pruned, recovered": "prune --sparsity 0.5 --recover-steps 24",
+    "50 % pruned, one width": "prune --sparsity 0.5 --uniform",
+    "50 % of the experts": "prune --sparsity 0.5 --granularity expert",
+    "50 % of the experts, at random": "prune --sparsity 0.5 --method random",
     "4 bits": "quantize demo --bits 4",
     "50 % pruned, 4 bits": "prune --sparsity 0.5 --bits 4",
 }

@@ -220,12 +220,12 @@ def values(runs: Sequence[dict[str, Any]], key: str, figure: str = "perplexity")
 
 def figures_of(runs: Sequence[dict[str, Any]], model: str, full: float) -> dict[str, Any]:
     """Return the figures of one model: its runs, with the default method and the default scope of each at this time."""
-    from compress.methods import DEFAULT_METHOD
+    from compress.methods import DEFAULT_METHODS
 
     own = [run for run in runs if run["model"] == model]
     made = {run["method"] for run in own}
     scopes = {method: default_scope(method) for method in methods() if method in made}
-    return {"model": model, "full": full, "default": DEFAULT_METHOD, "scopes": scopes, "runs": own}
+    return {"model": model, "full": full, "default": DEFAULT_METHODS["expert"], "scopes": scopes, "runs": own}
 
 
 COLUMNS = ("25 %", "50 %", "50 %, recovered")

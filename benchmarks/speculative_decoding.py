@@ -2,8 +2,8 @@
 
 python benchmarks/speculative_decoding.py [MODEL DRAFT] [--draft-tokens 1,2,4,8] [--temperature 0] [--repetitions 5]
 
-MODEL is the demo model by default, and DRAFT half of its experts, which the script prunes. All rows come from one process
-and interleaved rounds over the same prompts; ratios are of medians.
+MODEL is the demo model by default, and DRAFT what `compress prune --sparsity 0.5` makes of it. All rows come from one
+process and interleaved rounds over the same prompts; ratios are of medians.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Round = tuple[float, list[Generation], list[float], list[float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("draft", nargs="?", help="by default the demo model without half of its experts")
+    parser.add_argument("draft", nargs="?", help="by default the demo model pruned to half")
     parser.add_argument("--draft-tokens", default="1,2,4,8")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--prompts", type=int, default=8)
@@ -43,13 +43,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         draft = given.draft or pruned_demo(Path(scratch) / "half")
         rows = measure(given, Engine.open(given.model, draft=draft, dtype=given.dtype, threads=given.threads))
-    draft_name = Path(given.draft).name if given.draft else "demo without half of its experts"
+    draft_name = Path(given.draft).name if given.draft else "demo, pruned to half"
     options = vars(given) | {"model": Path(given.model).name, "draft": draft_name}
     save("speculative_decoding", {"options": options, "rows": rows})
 
 
 def pruned_demo(output: Path) -> str:
-    """Return the directory of the demo model without half of its experts, made here."""
+    """Return the directory of the demo model pruned to half, made here."""
     command = ["prune", "demo", "--sparsity", "0.5", "--evaluation-samples", "0", "-o", str(output)]
     subprocess.run([sys.executable, "-m", "cli", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return str(output)

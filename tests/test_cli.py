@@ -78,10 +78,23 @@ def test_prune_then_everything_else_on_its_result(place: Path, tmp_path: Path, u
     assert len(generated["experts_skipped_share_per_layer"]) == 3
 
 
-def test_the_default_is_the_best_criterion_or_diep_where_its_options_are_given(place: Path, tmp_path: Path) -> None:
-    common = ["--sparsity", "0.5", *TEXT]
-    assert run(place, "prune", "{model}", *common, "-o", str(tmp_path / "a"))["method"] == "fisher"
-    assert run(place, "prune", "{model}", *common, "--epochs", "1", "-o", str(tmp_path / "b"))["method"] == "diep"
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        (["--sparsity", "0.5"], "unit-obs"),
+        (["--sparsity", "0.5", "--granularity", "expert"], "fisher"),
+        (["--experts", "3"], "fisher"),
+        (["--sparsity", "0.5", "--epochs", "1"], "diep"),
+    ],
+)
+def test_the_default_is_the_best_method_that_uses_the_options(
+    place: Path, tmp_path: Path, options: list[str], method: str
+) -> None:
+    figures = run(place, "prune", "{model}", *options, *TEXT, "-o", str(tmp_path / "made"))
+    assert figures["method"] == method and figures["granularity"] == ("unit" if method == "unit-obs" else "expert")
+    assert (figures["units_after"] == figures["units_before"] / 2) and figures["experts_after"] == (
+        figures["experts_before"] if method == "unit-obs" else figures["experts_before"] / 2
+    )
 
 
 def test_diep_writes_a_plan_that_can_be_carried_out_again(place: Path, tmp_path: Path) -> None:

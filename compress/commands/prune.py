@@ -8,7 +8,7 @@ from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
 from compress.commands.output import progress_bar, table
 from compress.commands.preset import with_preset
-from compress.methods import DEFAULT_METHOD, DEFAULT_METHODS, METHODS
+from compress.methods import DEFAULT_GRANULARITY, DEFAULT_METHODS, METHODS
 from compress.options.compare import PICTURE_SEQUENCES, CompareOptions
 from compress.options.presets import PresetOptions
 from compress.options.prune import DiepOptions, PruneOptions
@@ -21,6 +21,8 @@ from engine.options import names, option
 
 UNIT_OPTIONS = names(RefitOptions) | {"unit_multiple", "include"}
 """Options that only methods for hidden units use."""
+EXPERT_OPTIONS = {"experts", "min_experts", "merge", "naee_limit", "statistics", "plan"}
+"""Options that only methods for whole experts use, and `--plan`, with which no method decides."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Afterwards:
 
 
 def prune(given: Given) -> Figures:
-    """Remove experts from MODEL and write the smaller model.
+    """Remove hidden units of experts from MODEL, or whole experts, and write the smaller model.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
 
@@ -78,7 +80,8 @@ def default_method(given: Given) -> str:
         return "diep"
     if (granularity := given.values.get("granularity")) is not None:  # `plan-run` has no such option
         return DEFAULT_METHODS[granularity]
-    return DEFAULT_METHODS["unit"] if given.named & UNIT_OPTIONS else DEFAULT_METHOD
+    is_whole = given.named & EXPERT_OPTIONS and not given.named & UNIT_OPTIONS
+    return DEFAULT_METHODS["expert" if is_whole else DEFAULT_GRANULARITY]
 
 
 def _preset_method(given: Given) -> str:

@@ -250,30 +250,36 @@ class Passes:
             calls=moe.experts * EXPERT_CALLS,
         )
 
-    def refit(self, ridges: int) -> OperationCounts:
-        """Return the counts of the refit of every expert: a factorization and two products for each ridge and the result."""
-        return self.sum_layers(lambda index: self._layer_refit(index, ridges))
+    def refit(self, kept: float, ridges: int) -> OperationCounts:
+        """Return the counts of the refit of every expert (compress/methods/least_squares.py).
 
-    def _layer_refit(self, index: int, ridges: int) -> OperationCounts:
+        kept: share of hidden units that stay. ridges: number of ridges that are tried.
+        """
+        return self.sum_layers(lambda index: self._layer_refit(index, kept, ridges))
+
+    def _layer_refit(self, index: int, kept: float, ridges: int) -> OperationCounts:
         moe, hidden = self.config.layers[index].moe, self.config.hidden_size
         if moe is None:
             return OperationCounts()
-        width = moe.expert_width
-        each = width**3 / 3 + 2 * 2.0 * hidden * width**2
+        width, gone = kept * moe.expert_width, (1.0 - kept) * moe.expert_width
+        right_sides, shares = 3 * 2.0 * width * gone * hidden, 2.0 * (moe.expert_width**2 + gone**2) * hidden
         return OperationCounts(
-            double_flops=(ridges + 1) * moe.experts * each, read_bytes=8.0 * moe.experts * width**2, calls=moe.experts
+            single_flops=moe.experts * shares,
+            double_flops=moe.experts * (right_sides + _least_squares_flops(width, hidden, ridges)),
+            read_bytes=2 * 8.0 * moe.experts * moe.expert_width**2,
+            calls=moe.experts,
         )
 
-    def correction(self, tokens: int, length: int, kept: float) -> OperationCounts:
+    def correction(self, tokens: int, length: int, kept: float, ridges: int) -> OperationCounts:
         """Return the counts of the correction after the refit (compress/refit/correction.py).
 
-        kept: share of hidden units that stay. The full model runs once and the smaller one twice; its attention is that of
-        the full model.
+        kept: share of hidden units that stay. ridges: number of ridges that are tried. Both models run once, and the
+        smaller one is counted like the full one.
         """
-        forward = self.streamed(tokens, length) + self.streamed(tokens, length) + self.forward(tokens, length)
-        return forward + self.sum_layers(lambda index: self._layer_correction(index, tokens, kept))
+        forward = self.streamed(tokens, length) + self.streamed(tokens, length)
+        return forward + self.sum_layers(lambda index: self._layer_correction(index, tokens, kept, ridges))
 
-    def _layer_correction(self, index: int, tokens: int, kept: float) -> OperationCounts:
+    def _layer_correction(self, index: int, tokens: int, kept: float, ridges: int) -> OperationCounts:
         moe, hidden = self.config.layers[index].moe, self.config.hidden_size
         if moe is None:
             return OperationCounts()
@@ -281,7 +287,7 @@ class Passes:
         return OperationCounts(
             flops=2.0 * slots * 4 * width * hidden,
             single_flops=2.0 * slots * width * (width + 2 * hidden),
-            double_flops=moe.experts * (width**3 / 3 + 2 * 2.0 * hidden * width**2),
+            double_flops=moe.experts * _least_squares_flops(width, hidden, ridges),
             calls=2 * moe.experts * EXPERT_CALLS,
         )
 
@@ -354,3 +360,9 @@ def _in_batch(tokens: int, length: int) -> int:
 
 def _batches(tokens: int, length: int) -> int:
     return -(-tokens // _in_batch(tokens, length))
+
+
+def _least_squares_flops(width: float, hidden: int, ridges: int) -> float:
+    """Return the operations of one expert's least squares: with each ridge a solution and its error, and then the result."""
+    solution, judged = width**3 / 3 + 2.0 * hidden * width**2, 2.0 * hidden * width**2
+    return (ridges + 1) * solution + ridges * judged

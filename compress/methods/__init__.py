@@ -49,13 +49,13 @@ METHODS: dict[str, Method] = {
     "hc-smoe": Method("merge", "compress.methods.hc_smoe:HC_SMOE", scopes=("layer",)),
     "ream": Method("merge", "compress.methods.ream:REAM", scopes=("layer",)),
 }
-DEFAULT_METHOD = "fisher"
-"""The best one-shot method of docs/methods.md on both models. DiEP's search from it costs many times as much and is within
-noise of it.
+DEFAULT_METHODS = {"expert": "fisher", "unit": "unit-obs", "both": "unit-obs"}
+"""The method for each choice of `--granularity`: the best one-shot methods on both models of docs/methods.md and
+docs/hidden-units.md. For whole experts, DiEP's search from gate Fisher costs many times as much and is within noise of it.
 """
+DEFAULT_GRANULARITY = "unit"
+"""The level of `compress prune` without `--granularity`: units cost a fraction of what whole experts cost in quality."""
 DEFAULT_MERGE_METHOD = "ream"
-DEFAULT_METHODS = {"expert": DEFAULT_METHOD, "unit": "unit-obs", "both": "unit-obs"}
-"""The method for each choice of `--granularity`."""
 
 
 def methods_of(kind: str) -> tuple[str, ...]:

@@ -1,23 +1,23 @@
-"""The refit of down projections after hidden units were removed, in closed form.
+"""Least squares for down projections, in closed form: what FFNs lack is fitted on their own hidden units.
 
-With H = Σ w²·h·hᵀ over the tokens of an expert, D its down projection and K the units that stay:
+With a_t = w_t·h_t the weighted hidden units of an FFN that stay, and r_t what the output lacks, over the FFN's tokens t:
 
-    D′ = argmin Σ_t w_t²·‖D·h_t − D′·h_{t,K}‖² + ρ̄·‖D′ − D_K‖²,    ρ̄ = ρ·mean(diag H)
-    D′ᵀ = (H_KK + ρ̄·I)⁻¹ (H_{K,:}·Dᵀ + ρ̄·D_Kᵀ)
+    ΔD = argmin Σ_t ‖r_t − ΔD·a_t‖² + ρ̄·‖ΔD‖²  ⇒  ΔDᵀ = (Σ a·aᵀ + ρ̄·I)⁻¹·Σ a·rᵀ
 
-For experts too wide for a Gram matrix, H = AᵀA with n sampled rows A [n, F]. The same solution is then
+The refit after units M left and units K stay has r_t = w_t·D_M·h_{t,M}. With H = Σ w²·h·hᵀ its solution is
 
-    D′ = D_K + E·(A_K·A_Kᵀ + ρ̄·I)⁻¹·A_K,    E = D_M·A_Mᵀ
+    D′ = D_K + ΔD,    ΔDᵀ = (H_KK + ρ̄·I)⁻¹·H_KM·D_Mᵀ,    ρ̄ = ρ·mean(diag H)
 
-where M are the units that left: a system of n equations in the place of F.
+which is the minimum of Σ_t w_t²·‖D·h_t − D′·h_{t,K}‖² + ρ̄·‖D′ − D_K‖². For FFNs too wide for a Gram matrix, H = AᵀA with n
+sampled rows A [n, F], and the same solution is ΔD = E·(A_K·A_Kᵀ + ρ̄·I)⁻¹·A_K with E = D_M·A_Mᵀ: a system of n equations.
 
-Shape suffixes: F expert width, K units that stay, D hidden size, R sampled rows.
+Shape suffixes: F expert width, K units that stay, M units that left, D hidden size, R sampled rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +33,88 @@ STRONGER = 10.0
 """Factor of a ridge that does not outweigh the rounding of a float32 Gram matrix."""
 
 
+class Equations(Protocol):
+    """The least squares problem of one FFN over some tokens."""
+
+    @property
+    def scale(self) -> float:
+        """mean(diag H), by which ρ is multiplied; 0 without any token."""
+
+    def solved(self, ridge: float) -> Tensor:
+        """Return ΔD [D, K] in float64."""
+
+    def change(self, delta_DK: Tensor) -> float:
+        """Return what ΔD changes in Σ_t ‖r_t − ΔD·a_t‖²; it is negative where ΔD helps."""
+
+
+class NormalEquations(NamedTuple):
+    """The problem by its sums, in float64."""
+
+    gram_KK: Tensor
+    """Σ a·aᵀ"""
+    right_KD: Tensor
+    """Σ a·rᵀ"""
+    scale: float
+
+    def solved(self, ridge: float) -> Tensor:
+        factor_KK = factored(self.gram_KK, ridge * self.scale)
+        return torch.cholesky_solve(self.right_KD, factor_KK).T.contiguous()
+
+    def change(self, delta_DK: Tensor) -> float:
+        return float(((delta_DK @ self.gram_KK) * delta_DK).sum() - 2.0 * (delta_DK.T * self.right_KD).sum())
+
+
+class SampledEquations(NamedTuple):
+    """The problem by rows of tokens, in float64."""
+
+    a_RK: Tensor
+    r_RD: Tensor
+    scale: float
+
+    def solved(self, ridge: float) -> Tensor:
+        factor_RR = factored(self.a_RK @ self.a_RK.T, ridge * self.scale)
+        return torch.cholesky_solve(self.r_RD, factor_RR).T @ self.a_RK
+
+    def change(self, delta_DK: Tensor) -> float:
+        return float((self.r_RD - self.a_RK @ delta_DK.T).square().sum() - self.r_RD.square().sum())
+
+
 class Narrowed(NamedTuple):
     """One expert that lost hidden units."""
 
     moments: Moments
     down_DF: Tensor
     kept: tuple[int, ...]
+
+    @property
+    def kept_DK(self) -> Tensor:
+        """D_K in float64."""
+        return self.down_DF[:, torch.tensor(self.kept)].double()
+
+    def equations(self, moments: Tensor) -> Equations:
+        """Return the refit's problem over the tokens of some moments, H [F, F] or A [R, F]."""
+        kept_K, gone_M = torch.tensor(self.kept), self._gone()
+        gone_DM, scale = self.down_DF[:, gone_M].double(), mean_square(moments, self.moments.is_gram)
+        if not self.moments.is_gram:
+            a_RK, a_RM = moments[:, kept_K].double(), moments[:, gone_M].double()
+            return SampledEquations(a_RK, a_RM @ gone_DM.T, scale)
+        rows_KF = moments[kept_K].double()
+        return NormalEquations(rows_KF[:, kept_K], rows_KF[:, gone_M] @ gone_DM.T, scale)
+
+    def lost(self, moments: Tensor) -> float:
+        """Return Σ_t w_t²·‖D_M·h_{t,M}‖², which is lost without a refit."""
+        gone_M = self._gone()
+        own = moments[gone_M][:, gone_M] if self.moments.is_gram else moments[:, gone_M]
+        return _energy(own, self.moments.is_gram, self.down_DF[:, gone_M])
+
+    def energy(self, moments: Tensor) -> float:
+        """Return Σ_t w_t²·‖D·h_t‖²."""
+        return _energy(moments, self.moments.is_gram, self.down_DF)
+
+    def _gone(self) -> Tensor:
+        is_gone_F = torch.ones(self.down_DF.shape[1], dtype=torch.bool)
+        is_gone_F[torch.tensor(self.kept)] = False
+        return is_gone_F.nonzero().flatten()
 
 
 class Fitted(NamedTuple):
@@ -58,51 +134,38 @@ def mean_square(moments: Tensor, is_gram: bool) -> float:
     return float(moments.diagonal().double().mean() if is_gram else moments.double().square().sum(0).mean())
 
 
-def refitted(moments: Tensor, is_gram: bool, down_DF: Tensor, kept: Sequence[int], ridge: float) -> Tensor:
-    """Return D′ [D, K] in float64. moments: H [F, F], or A [R, F]. ridge: ρ. Without any token, D′ is D_K."""
-    wide_DF, kept_K = down_DF.double(), torch.tensor(kept)
-    own_DK = wide_DF[:, kept_K]
-    absolute = ridge * mean_square(moments, is_gram)
-    if absolute == 0.0:
-        return own_DK
-    if is_gram:
-        rows_KF = moments.double()[kept_K]
-        factor_KK, absolute = factored(rows_KF[:, kept_K], absolute)
-        right_KD = rows_KF @ wide_DF.T + absolute * own_DK.T
-        return torch.cholesky_solve(right_KD, factor_KK).T.contiguous()
-    sample_RF = moments.double()
-    sample_RK = sample_RF[:, kept_K]
-    missing_DR = wide_DF @ sample_RF.T - own_DK @ sample_RK.T
-    factor_RR, _ = factored(sample_RK @ sample_RK.T, absolute)
-    return own_DK + torch.cholesky_solve(missing_DR.T, factor_RR).T @ sample_RK
-
-
-def factored(moments: Tensor, absolute: float) -> tuple[Tensor, float]:
-    """Return the Cholesky factor of H + ρ̄·I, and ρ̄: a stronger one where rounding made the matrix indefinite.
+def factored(gram: Tensor, absolute: float) -> Tensor:
+    """Return the Cholesky factor of H + ρ̄·I, with a stronger ρ̄ where rounding made the matrix indefinite.
 
     Raises DataError where H holds NaN or infinity.
     """
-    if not bool(moments.isfinite().all()):
+    if not bool(gram.isfinite().all()):
         raise DataError("moments of hidden units hold NaN or infinity; activations overflow, try --dtype float32")
-    identity = torch.eye(len(moments), dtype=moments.dtype)
+    identity = torch.eye(len(gram), dtype=gram.dtype)
     while True:
-        factor, failed = torch.linalg.cholesky_ex(moments + absolute * identity)
+        factor: Tensor
+        factor, failed = torch.linalg.cholesky_ex(gram + absolute * identity)
         if not bool(failed):
-            return factor, absolute
+            return factor
         absolute *= STRONGER
 
 
-def lost(moments: Tensor, is_gram: bool, down_DF: Tensor, kept: Sequence[int], down_DK: Tensor) -> float:
-    """Return Σ_t w_t²·‖D·h_t − D′·h_{t,K}‖²."""
-    difference_DF = down_DF.double().clone()
-    difference_DF[:, torch.tensor(kept)] -= down_DK.double()
-    return _energy(moments, is_gram, difference_DF)
-
-
 def _energy(moments: Tensor, is_gram: bool, matrix_DF: Tensor) -> float:
-    if is_gram:
-        return float(((matrix_DF @ moments.double()) * matrix_DF).sum())
-    return float((matrix_DF @ moments.double().T).square().sum())
+    """Return tr(D·H·Dᵀ), from products in the dtype of the moments: a share of it is only reported."""
+    own_DF = matrix_DF.to(moments.dtype)
+    products = ((own_DF @ moments) * own_DF) if is_gram else (own_DF @ moments.T).square()
+    return float(products.sum(dtype=torch.float64))
+
+
+def refitted(own: Narrowed, moments: Tensor, ridge: float) -> Tensor:
+    """Return D′ [D, K] in float64. moments: H [F, F], or A [R, F]. ridge: ρ. Without any token, D′ is D_K."""
+    equations = own.equations(moments)
+    return own.kept_DK + equations.solved(ridge) if equations.scale else own.kept_DK
+
+
+def changes(fit: Equations, held: Equations, ridges: Sequence[float]) -> dict[float, float]:
+    """Return, for each ρ, what the solution on the fitted tokens changes in the error on the held-out ones."""
+    return {ridge: held.change(fit.solved(ridge)) if fit.scale else 0.0 for ridge in ridges}
 
 
 def refit_layer(
@@ -113,28 +176,18 @@ def refit_layer(
     The ridge is chosen with the fitted part alone; the result is then fitted to both parts. experts: returns the experts
     anew in each call, so that the moments of one are in memory at a time. dtype: of the result.
     """
-    errors = dict.fromkeys(RIDGES if ridge is None else (ridge,), 0.0)
+    ridges = RIDGES if ridge is None else (ridge,)
+    changed = dict.fromkeys(ridges, 0.0)
     whole = without = 0.0
     for own in experts():
-        without += lost(own.moments.held, own.moments.is_gram, own.down_DF, own.kept, _kept(own))
-        whole += _energy(own.moments.held, own.moments.is_gram, own.down_DF.double())
-        for each in errors:
-            errors[each] += _held_error(own, each)
-    chosen = DEFAULT_RIDGE if ridge is None and not whole else min(errors, key=lambda each: errors[each])
-    errors.setdefault(chosen, 0.0)
-    downs = [refitted(_both(own.moments), own.moments.is_gram, own.down_DF, own.kept, chosen).to(dtype) for own in experts()]
-    shares = (without / whole, errors[chosen] / whole) if whole else (None, None)
+        without += own.lost(own.moments.held)
+        whole += own.energy(own.moments.held)
+        found = changes(own.equations(own.moments.fit), own.equations(own.moments.held), ridges)
+        changed = {each: changed[each] + found[each] for each in ridges}
+    chosen = DEFAULT_RIDGE if ridge is None and not whole else min(ridges, key=lambda each: changed[each])
+    downs = [refitted(own, _both(own.moments), chosen).to(dtype) for own in experts()]
+    shares = (without / whole, max(0.0, without + changed[chosen]) / whole) if whole else (None, None)
     return Fitted(downs, chosen, *shares)
-
-
-def _kept(own: Narrowed) -> Tensor:
-    return own.down_DF[:, torch.tensor(own.kept)]
-
-
-def _held_error(own: Narrowed, ridge: float) -> float:
-    moments = own.moments
-    down_DK = refitted(moments.fit, moments.is_gram, own.down_DF, own.kept, ridge)
-    return lost(moments.held, moments.is_gram, own.down_DF, own.kept, down_DK)
 
 
 def _both(moments: Moments) -> Tensor:

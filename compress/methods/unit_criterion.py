@@ -25,6 +25,8 @@ from engine.families.experts import DOWN
 from engine.families.tensor_names import ffn_tensor
 from engine.passes.memory_need import MemoryDemand
 
+KEPT = 0.5
+"""Share of hidden units for which costs are planned: they fall with it, and a plan of costs has no sparsity."""
 UnitScores = Mapping[int, Sequence[Tensor]]
 """A score for each hidden unit, [F] for each FFN (DecoderConfig.ffn_widths), by decoder layer index; units with higher
 scores are kept."""
@@ -51,17 +53,17 @@ def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool
         if gradients:
             yield gradient_phase(costs, own_samples=True)
         yield moments_phase(costs)
-        yield Phase("refit", costs.passes.refit(len(RIDGES)), held_bytes(costs.passes.config))
+        yield Phase("refit", costs.passes.refit(KEPT, len(RIDGES)), held_bytes(costs.passes.config))
         yield correction_phase(costs)
 
     return Criterion(plan, phases, memory)
 
 
-def correction_phase(costs: PassCosts, kept: float = 0.5) -> Phase:
-    """Return the phase of the correction after the refit. kept: share of hidden units that stay."""
+def correction_phase(costs: PassCosts) -> Phase:
+    """Return the phase of the correction after the refit."""
     passes = costs.passes
     memory = costs.weights.layer(passes) + costs.streaming_bytes + held_bytes(passes.config)
-    return Phase("correction", passes.correction(costs.tokens, costs.length, kept), memory)
+    return Phase("correction", passes.correction(costs.tokens, costs.length, KEPT, len(RIDGES)), memory)
 
 
 def moments_phase(costs: PassCosts) -> Phase:

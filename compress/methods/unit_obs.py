@@ -43,7 +43,7 @@ def surgeon_scores(gram_FF: Tensor, down_DF: Tensor, weight_D: Tensor, ridge: fl
     scores_F, absolute = torch.zeros(width, dtype=torch.float64), ridge * mean_square(gram_FF, True)
     if absolute == 0.0:
         return scores_F
-    inverse_FF = torch.cholesky_inverse(factored(gram_FF.double(), absolute)[0])
+    inverse_FF = torch.cholesky_inverse(factored(gram_FF.double(), absolute))
     own_DF, left_F, block, lowest = down_DF.double().clone(), torch.arange(width), -(-width // steps), 0.0
     while len(left_F):
         cost_F = 0.5 * (weight_D[:, None] * own_DF.square()).sum(0) / inverse_FF.diagonal()

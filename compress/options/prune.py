@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, DEFAULT_METHODS, METHODS, methods_of
+from compress.methods import DEFAULT_GRANULARITY, DEFAULT_MERGE_METHOD, DEFAULT_METHODS, METHODS, methods_of
 from compress.options.job import JobOptions
 from compress.options.quantize import QuantiserOptions
 from compress.options.refit import RefitOptions
@@ -161,8 +161,8 @@ class PruneOptions(JobOptions):
             sparsity=changed(
                 several="commas",
                 metavar="R",
-                help="Share of all experts to remove, between 0 and 1. Several make a sweep: a result for each, and then "
-                "their comparison.",
+                help="Share of the experts' parameters to remove, between 0 and 1. Several make a sweep: a result for each, "
+                "and then their comparison.",
             ),
             scope=changed(None, choices=("global", "layer", "expert"), unset=default_scopes()),
             granularity=changed(None, unset="that of the method"),
@@ -170,11 +170,12 @@ class PruneOptions(JobOptions):
         )
     )
     method: str = option(
-        DEFAULT_METHOD,
+        DEFAULT_METHODS["expert"],
         group=REMOVE,
         choices=methods_of("prune"),
         several="commas",
-        unset=f"{DEFAULT_METHOD}; {DEFAULT_METHODS['unit']} with an option of hidden units, diep with one of its own",
+        unset=f"{DEFAULT_METHODS[DEFAULT_GRANULARITY]}; {DEFAULT_METHODS['expert']} with an option of whole experts, diep "
+        "with one of its own",
         help="Criterion. Several make a sweep.",
     )
     merge: str = option(

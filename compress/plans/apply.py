@@ -92,7 +92,7 @@ def _check_units_can_go(plan: Plan, checkpoint: Checkpoint) -> None:
         if checkpoint.is_packed(name):
             raise UnsupportedError(
                 f"{checkpoint.directory}: {name} is packed in groups of hidden units, so single units cannot be taken "
-                "out; prune the unquantized model, then `compress quantize` the result"
+                "out; give --granularity expert, or prune the unquantized model and `compress quantize` the result"
             )
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from calibrate.ffn_inputs import Batch, FfnInputs, Text
 from calibrate.unit_statistics import PARTS, WIDEST_GRAM
 from compress.methods.inputs import MethodRun
-from compress.methods.least_squares import DEFAULT_RIDGE, RIDGES, factored, mean_square
+from compress.methods.least_squares import DEFAULT_RIDGE, RIDGES, Equations, NormalEquations, changes, mean_square
 from compress.methods.unit_criterion import include_of
 from compress.plans.apply import planned_tensors
 from compress.plans.plan import Plan
@@ -110,8 +110,6 @@ def corrected(run: MethodRun, plan: Plan, fitted: Mapping[str, Tensor]) -> Corre
             if index in narrowed:
                 layer_correction = _LayerCorrection(run, small, inputs, narrowed[index], after)
                 changed = layer_correction.solve()
-                for part in batches if changed else ():
-                    after["small"][part] = small(states["small"][part].to(device), positions)
                 _save(directory, index, changed, layer_correction.drift_before, layer_correction.drift())
                 layer_correction.close()
             inputs.close()
@@ -178,7 +176,10 @@ class _LayerCorrection:
         return difference / whole if whole else None
 
     def solve(self) -> dict[str, Tensor]:
-        """Correct one FFN after the other; return the down projections that changed, by name in the result."""
+        """Correct one FFN after the other; return the down projections that changed, by name in the result.
+
+        The smaller model's output follows: what its residuals no longer lack.
+        """
         changed = {}
         for network in self.networks:
             expert: Any = self.inputs.networks[network.number]
@@ -189,6 +190,9 @@ class _LayerCorrection:
             expert.down_DF.data = stored_DK.to(before_DK)
             changed[network.name] = stored_DK
             self._subtract(network.number, stored_DK.float() - before_DK.float().cpu())
+        for batch in self.inputs.batches() if changed else ():
+            corrected = self.after["full"][batch.rows].float() - self.residuals[batch.rows]
+            self.after["small"][batch.rows] = corrected.to(self.after["small"].dtype)
         return changed
 
     def _fitted(self, number: int) -> Tensor | None:
@@ -204,8 +208,12 @@ class _LayerCorrection:
                 grams[part] += own_RK.T @ own_RK
                 rights[part] += own_RK.T @ r_RD[is_part_R]
         processes.add_up([*grams.values(), *rights.values()])
-        ridge = _chosen_ridge(grams, rights, self.run.options.refit.ridge)
-        return None if ridge is None else _solved(sum(grams.values()), sum(rights.values()), ridge).float()
+        fit, held = (_equations(grams[part], rights[part]) for part in PARTS)
+        ridge = _chosen_ridge(fit, held, self.run.options.refit.ridge)
+        if ridge is None:
+            return None
+        both = _equations(fit.gram_KK + held.gram_KK, fit.right_KD + held.right_KD)
+        return both.solved(ridge).float()
 
     def _subtract(self, number: int, delta_DK: Tensor) -> None:
         for batch in self.inputs.batches():
@@ -220,28 +228,19 @@ class _LayerCorrection:
         return self.layer.feed_forward_weight * use.weight_R[:, None] * use.h_RF, use.token_R
 
 
-def _solved(gram_KK: Any, right_KD: Any, ridge: float) -> Tensor:
-    """Return ΔD [D, K] = ((H + ρ̄·I)⁻¹·Σ w·h·rᵀ)ᵀ in float64."""
-    factor_KK, _ = factored(gram_KK, ridge * mean_square(gram_KK, True))
-    return torch.cholesky_solve(right_KD, factor_KK).T.contiguous()
+def _equations(gram_KK: Tensor, right_KD: Tensor) -> NormalEquations:
+    return NormalEquations(gram_KK, right_KD, mean_square(gram_KK, is_gram=True))
 
 
-def _chosen_ridge(grams: Mapping[str, Tensor], rights: Mapping[str, Tensor], given: float | None) -> float | None:
+def _chosen_ridge(fit: Equations, held: Equations, given: float | None) -> float | None:
     """Return ρ; None where no correction is made."""
-    fit, held = PARTS
-    if not mean_square(grams[fit], True):
+    if not fit.scale:
         return None
-    if given is not None or not mean_square(grams[held], True):
+    if given is not None or not held.scale:
         return DEFAULT_RIDGE if given is None else given
-
-    def change(ridge: float) -> float:
-        """Return what ΔD of the fitted part changes in Σ‖r‖² of the held-out part."""
-        delta_DK = _solved(grams[fit], rights[fit], ridge)
-        return float(((delta_DK @ grams[held]) * delta_DK).sum() - 2.0 * (delta_DK.T * rights[held]).sum())
-
-    changes = {ridge: change(ridge) for ridge in RIDGES}
-    best = min(changes, key=lambda ridge: changes[ridge])
-    return best if changes[best] < 0.0 else None
+    changed = changes(fit, held, RIDGES)
+    best = min(changed, key=lambda ridge: changed[ridge])
+    return best if changed[best] < 0.0 else None
 
 
 def _path(directory: Path, layer: int) -> Path:

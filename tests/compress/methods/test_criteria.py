@@ -23,7 +23,7 @@ import engine.decoder.model
 import engine.decoder.routing
 from calibrate.collect import LayerCollector, collect
 from calibrate.statistics import Statistics
-from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, DEFAULT_METHODS, METHODS
+from compress.methods import DEFAULT_GRANULARITY, DEFAULT_MERGE_METHOD, DEFAULT_METHODS, METHODS
 from compress.methods.criterion import Criterion, criterion_of, layer_scores
 from compress.methods.gate_gradients import _sample_next
 from compress.methods.naee import SubsetSearch, naee
@@ -194,7 +194,7 @@ def test_every_method_is_here_and_has_its_functions() -> None:
     units = {name for name, method in METHODS.items() if method.granularity == "unit"}
     assert units == {"unit-magnitude", "unit-fisher", "unit-obs"} and set(DEFAULT_METHODS.values()) <= set(METHODS)
     assert set(METHODS) == {*SCORES, *GRADIENT_SCORES, *units, "naee", "random", "diep", *GROUPS}
-    assert METHODS[DEFAULT_METHOD].kind == "prune" and METHODS[DEFAULT_MERGE_METHOD].kind == "merge"
+    assert DEFAULT_GRANULARITY in DEFAULT_METHODS and METHODS[DEFAULT_MERGE_METHOD].kind == "merge"
     assert all(isinstance(criterion_of(name), Criterion) for name in METHODS)
 
 

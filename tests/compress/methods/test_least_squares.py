@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from calibrate.unit_statistics import Moments
-from compress.methods.least_squares import DEFAULT_RIDGE, RIDGES, Narrowed, lost, refit_layer, refitted
+from compress.methods.least_squares import DEFAULT_RIDGE, RIDGES, Narrowed, refit_layer
+from compress.methods.least_squares import refitted as solution
 from engine.errors import DataError
 
 HIDDEN, WIDTH, TOKENS = 5, 12, 40
@@ -39,6 +40,18 @@ def by_numpy(rows: Tensor, down: Tensor, kept: Sequence[int], ridge: float) -> T
     left = np.concatenate([rows.numpy()[:, list(kept)], absolute**0.5 * np.eye(len(kept))])
     right = np.concatenate([rows.numpy() @ down.numpy().T, absolute**0.5 * own.T])
     return torch.from_numpy(np.linalg.lstsq(left, right, rcond=None)[0].T)
+
+
+def refitted(moments: Tensor, is_gram: bool, down: Tensor, kept: Sequence[int], ridge: float) -> Tensor:
+    return solution(Narrowed(Moments(moments, moments, is_gram), down, tuple(kept)), moments, ridge)
+
+
+def lost(moments: Tensor, is_gram: bool, down: Tensor, kept: Sequence[int], fitted: Tensor) -> float:
+    """Return Σ ‖D·a − D'·a_K‖² over the tokens of the moments."""
+    difference = down.double().clone()
+    difference[:, list(kept)] -= fitted.double()
+    gram = moments.double() if is_gram else moments.double().T @ moments.double()
+    return float(((difference @ gram) * difference).sum())
 
 
 @pytest.mark.parametrize("ridge", RIDGES)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import compress.methods.gate_gradients
 import engine.passes.layerwise
-from calibrate.unit_statistics import collect_units, unit_sums
+from calibrate.unit_statistics import Moments, collect_units, unit_sums
 from compress.methods.gate_gradients import _sample_next
-from compress.methods.least_squares import lost, refitted
+from compress.methods.least_squares import Narrowed
 from compress.methods.unit_fisher import UnitGradients, unit_gradients
 from compress.methods.unit_magnitude import magnitude_scores
 from compress.methods.unit_obs import surgeon_scores
@@ -300,8 +300,9 @@ def test_the_surgeon_removes_what_others_make_up_for(rows: Tensor, down: Tensor)
     magnitudes = gram.diagonal() * down.square().sum(0)
     assert int(magnitudes.argmax()) == 6
     kept = [unit for unit in range(WIDTH) if unit != first]
-    fitted = refitted(gram, True, down, kept, 1e-9)
-    assert lost(gram, True, down, kept, fitted) < 1e-6 * lost(gram, True, down, kept, down[:, kept])
+    own = Narrowed(Moments(gram, gram, True), down, tuple(kept))
+    equations = own.equations(gram)
+    assert own.lost(gram) + equations.change(equations.solved(1e-9)) < 1e-6 * own.lost(gram)
 
 
 def test_blocks_cover_every_unit_and_keep_the_order(rows: Tensor, down: Tensor) -> None:

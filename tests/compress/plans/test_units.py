@@ -400,7 +400,7 @@ def test_units_of_packed_weights_are_refused_before_anything_is_written(tmp_path
     save_packed(tmp_path / "mxfp4")
     for name in ("packed", "mxfp4"):
         packed = Checkpoint(tmp_path / name)
-        with pytest.raises(UnsupportedError, match="prune the unquantized model, then `compress quantize`"):
+        with pytest.raises(UnsupportedError, match="prune the unquantized model and `compress quantize`"):
             apply(unit_plan(chosen_units(packed, "layer")), packed, tmp_path / "narrow")
         assert not (tmp_path / "narrow").exists()
 

@@ -76,7 +76,7 @@ def test_every_command(place: Path) -> None:
 
 def test_what_cannot_be_is_refused_before_any_work(place: Path) -> None:
     uniform = ["prune", "model", "--uniform", *TEXT, "-o", "out"]
-    found = refused(*uniform, "--sparsity", "0.5")
+    found = refused(*uniform, "--sparsity", "0.5", "--granularity", "expert")
     assert "keep 6 experts in layer 1, and its 4 groups need as many each, at least 2" in found
     assert "keep 4 experts in layer 1" in refused(*uniform, "--experts", "4")
     assert "naee does not select experts group by group" in refused(*uniform, "--experts", "8", "--method", "naee")
