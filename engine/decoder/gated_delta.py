@@ -21,7 +21,7 @@ values, E dimensions of a query and key, V of a value, I and J positions of a bl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,8 @@ from engine.decoder.convolution import causal_convolution
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import GatedDeltaConfig
 from engine.families.tensor_names import GATED_DELTA, SPLIT_GATED_DELTA, attention_prefix
-from engine.kernels.linear import linear, linears
+from engine.kernels.kernel_choice import KernelChoice
+from engine.kernels.linear import as_bfloat16, linear, linears
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 BLOCK = GatedDeltaConfig.block
@@ -85,6 +86,8 @@ class GatedDelta(nn.Module):
         if positions.real_BL is not None:
             x_BLD = x_BLD * positions.real_BL[..., None]  # padding comes first, and leaves the state at zero
         projected = self._projected(x_BLD, positions)
+        if cache is not None and (kernels := self._kernels(projected, positions.choice)) is not None:
+            return linear(self._compiled(kernels, projected, cache), self.output, choice=positions.choice)
         wide = torch.promote_types(x_BLD.dtype, torch.float32)
         state, last = (None, None) if cache is None else (part.to(wide) for part in cache.state(self.layer))
         mixed_BLC, last = causal_convolution(projected.mixed_BLC.to(wide), self.filter_C1K[:, 0].to(wide), last)
@@ -96,6 +99,29 @@ class GatedDelta(nn.Module):
         mixed_BLHV = F.rms_norm(mixed_BHLV.transpose(1, 2), self.norm_V.shape, self.norm_V.to(wide), self.epsilon)
         gated_BLX = (mixed_BLHV * F.silu(projected.gate_BLHV.to(wide))).flatten(2).to(x_BLD.dtype)
         return linear(gated_BLX, self.output, choice=positions.choice)
+
+    def _kernels(self, projected: Projected, choice: KernelChoice) -> Any:
+        """Return the compiled kernels if they compute the next position of a few sequences, otherwise None."""
+        batch, length, _ = projected.mixed_BLC.shape
+        if length > 1 or self.log_rate_H.dtype != torch.float32:
+            return None
+        return choice.for_few(batch, projected.mixed_BLC, self.filter_C1K, self.norm_V)
+
+    def _compiled(self, kernels: Any, projected: Projected, cache: Cache) -> Tensor:
+        """Return the input of the output projection for one position, [B, 1, X], by one compiled call."""
+        sizes, state = self.sizes, cache.state(self.layer)
+        parts = [part.contiguous() for part in projected]
+        parameters = self.filter_C1K, self.norm_V, self.decay_bias_H, self.log_rate_H
+        made = kernels.gated_delta(
+            [part.data_ptr() for part in parts],
+            [parameter.data_ptr() for parameter in parameters],
+            [part.data_ptr() for part in state],
+            len(parts[0]),
+            (sizes.heads, sizes.key_heads, sizes.key_dimension, sizes.value_dimension, sizes.kernel),
+            (self.epsilon, NORM_EPSILON),
+        )
+        cache.keep_state(self.layer, state)  # updated in place
+        return as_bfloat16(made).view(len(made), 1, -1)
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> Projected:
         """Return the projections of the layer's input."""

@@ -169,7 +169,8 @@ class Decoder(nn.Module):
     def kernels_needed(self, kernels: Any) -> list[Any]:
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
         low_bit = {module.bits for module in self.modules() if isinstance(module, QuantizedWeight)}
-        needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels))
+        has_delta = any(isinstance(module, GatedDelta) for module in self.modules())
+        needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels), has_delta=has_delta)
         return needed
 
     @property
