@@ -106,6 +106,11 @@ class LinearConfig:
         """Elements of a token's queries, keys and values."""
         return self.heads * (2 * self.key_dimension + self.value_dimension)
 
+    @property
+    def held(self) -> int:
+        """Numbers in float32 that a token of a prompt needs: queries, keys and values, outputs, and a block's scores."""
+        return self.projected + 2 * self.heads * (self.value_dimension + self.block)
+
     def positions(self, length: int) -> float:
         """Return the number of positions whose scores and mixture cost as much as a token of a sequence of this length."""
         raise NotImplementedError
@@ -142,6 +147,11 @@ class GatedDeltaConfig(LinearConfig):
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the matrices, and of the last inputs of the convolution."""
         return *super().state_shapes, (self.kernel - 1, self.channels)
+
+    @property
+    def held(self) -> int:
+        """Numbers in float32 that a token of a prompt needs, with the inputs and outputs of the convolution."""
+        return 3 * self.channels + 3 * self.projected + 4 * self.heads * self.block
 
     def positions(self, length: int) -> float:
         """Return the number that the products within a block and with the state cost.

@@ -107,9 +107,8 @@ def _layer_activations(checkpoint: Checkpoint, layer: LayerConfig, demand: Memor
     width = max(layer.dense_width, 0 if moe is None else max(moe.expert_width, moe.shared_width))
     # float32: norms, and the inputs of products that are not computed in the dtype itself.
     per_token = demand.dtype.itemsize * (8 * hidden + 6 * heads) + 4 * 3 * hidden
-    if (linear := layer.linear) is not None:  # queries, keys and values in float32, and a block's scores twice
-        outputs = linear.heads * linear.value_dimension
-        per_token += 4 * (linear.projected + 2 * outputs + 2 * linear.heads * linear.block)
+    if layer.linear is not None:
+        per_token += 4 * layer.linear.held
     if not demand.gradients:
         # All tokens may go to one expert; the outputs wait in the order of the experts.
         return tokens * (per_token + demand.dtype.itemsize * (3 * slots * hidden + 3 * width))
