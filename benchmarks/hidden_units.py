@@ -5,7 +5,8 @@
 The models are those of benchmarks/methods.py. Every result is made by the code of `compress prune` and judged on 256 windows
 of the half of the held-out documents that nothing was chosen on; losses are paired by document. The seed draws the
 calibration text, 512 × 256 tokens for every method. Each (model, method, seed) runs in a process of its own on one thread.
-Finished processes are saved in benchmarks/results/hidden_units.jsonl, so that an interrupted run resumes.
+Finished processes are saved in benchmarks/results/hidden_units.jsonl, so that an interrupted run resumes; the table has all
+of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from default_method import in_process, window_losses, windows_of
 from methods import MODELS, RECOVERY_BATCH, RECOVERY_RATE, RECOVERY_STEPS, begun, train_second_model
 from results import RESULTS, markdown, remembered, save
 
+from compress.methods import DEFAULT_METHODS
 from compress.run.losses import Losses
 
 FULL, LENGTH, SAMPLES = "full model", 256, 512
@@ -60,7 +62,8 @@ def cells(method: str) -> Iterator[Cell]:
         rows = [("global", "expert", False, False), ("global", "expert", False, True)]
     else:
         rows = [(scope, "unit", is_refitted, False) for scope in SCOPES for is_refitted in (False, True)]
-        rows += [("global", "both", True, False), ("global", "unit", True, True), ("uniform", "unit", True, True)]
+        if method == DEFAULT_METHODS["unit"]:
+            rows += [("global", "both", True, False), ("global", "unit", True, True), ("uniform", "unit", True, True)]
     yield from (Cell(sparsity, *row) for row in rows for sparsity in SPARSITIES)
 
 
@@ -150,10 +153,16 @@ def table(figures: dict[str, Any]) -> str:
         rows.append([f"{method}, {name}, {', '.join(rest)}", *shown])
     whole = ((model, losses_of(figures, model, FULL, FULL)) for model in models)
     full = ", ".join(f"{model} {own.perplexity:.2f}" for model, own in whole if own is not None)
-    seeds = (
-        f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents; seeds: {figures['seeds']}."
-    )
-    return f"{seeds}\n\n{markdown(header, rows)}"
+    seeds = ", ".join(f"{method} {len(seeds_of(figures, method))}" for method in figures["methods"])
+    about = f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents; seeds: {seeds}."
+    return f"{about}\n\n{markdown(header, rows)}"
+
+
+def seeds_of(figures: dict[str, Any], method: str) -> set[int]:
+    """Return the seeds with which a method ran on every model."""
+    models = {run["model"] for run in figures["runs"]}
+    ran = {(run["model"], run["seed"]) for run in figures["runs"] if run["method"] == method}
+    return {seed for _, seed in ran if all((model, seed) in ran for model in models)}
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
@@ -199,10 +208,10 @@ def main() -> None:
     ]
     known = {(run["model"], run["method"], run["seed"]): run for run in remembered(DONE)}
     with ThreadPoolExecutor(options.jobs) as pool:
-        made = list(
-            pool.map(lambda job: known.get(job) or in_process(__file__, DONE, *job, options.windows, options.samples), asked)
-        )
-    save("hidden_units", {"methods": options.methods.split(","), "seeds": options.seeds, "runs": made})
+        missing = [job for job in asked if job not in known]
+        list(pool.map(lambda job: in_process(__file__, DONE, *job, options.windows, options.samples), missing))
+    runs = remembered(DONE)
+    save("hidden_units", {"methods": [name for name in methods if any(run["method"] == name for run in runs)], "runs": runs})
 
 
 if __name__ == "__main__":

@@ -58,6 +58,11 @@ BENCHMARKS = (
     Benchmark("engine_speed", ("engine_speed",), ENGINE, trial=SHORT),
     Benchmark("unit_speed", ("unit_speed",), ENGINE, trial=SHORT),
     Benchmark("dense_speed", ("dense_speed",), ENGINE, trial=SHORT),
+    Benchmark(
+        *("experts_implementation", ("experts_implementation",)),
+        ("engine/kernels", "engine/decoder/experts.py", "engine/transformers_models/experts_implementation.py"),
+        trial=("--rounds", "1", "--layers", "1", "--shrink", "8"),
+    ),
     Benchmark("decode_batches", ("decode_batches",), ENGINE, trial=("--rounds", "1", "--layers", "1", "--batches", "1,4")),
     Benchmark(
         *("decode", ("decode",), ENGINE),

@@ -26,6 +26,7 @@ from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs
 from compress.plans.unit_selection import check_units, default_multiple, units_plan
 from compress.refit.closed_form import refitted
+from compress.refit.correction import check_width
 from compress.refit.correction import held_bytes as correction_bytes
 from compress.report.card import training_lines
 from compress.report.figures import PruneFigures
@@ -83,14 +84,17 @@ def memory_demand(options: PruneOptions, prepared: Prunable) -> MemoryDemand:
     config = prepared.checkpoint.config
     demand = MemoryDemand(prepared.dtype, prepared.tokens_SL.shape[1], other_bytes=collecting_bytes(config))
     if options.plan is not None:
-        refits = options.refit.refit and prepared.plan is not None and granularity(prepared.plan) == "unit"
-        held = max(unit_bytes(config, INCLUDED), correction_bytes(config, INCLUDED, prepared.dtype.itemsize))
-        demand = aligning(demand.with_other(held if refits else 0), options, config)
+        units_leave = prepared.plan is not None and granularity(prepared.plan) == "unit"
+        if options.refit.refit and units_leave:
+            demand = demand.with_other(unit_bytes(config, INCLUDED))
+        if options.refit.corrects(units_leave):
+            demand = demand.with_other(correction_bytes(config, INCLUDED, prepared.dtype.itemsize))
+        demand = aligning(demand, options, config)
     elif REMOVED_EXPERTS[options.merge] is not None:
         demand = averaging(demand, options, config)
-    refits = options.refit.refit and options.refit.correct
-    if refits and prepared.budget is not None and prepared.budget.granularity != "expert":
-        demand = demand.with_other(correction_bytes(config, prepared.budget.include, prepared.dtype.itemsize))
+    budget = prepared.budget
+    if budget is not None and options.refit.corrects(budget.granularity != "expert"):
+        demand = demand.with_other(correction_bytes(config, budget.include, prepared.dtype.itemsize))
     return criterion_of(options.method).memory(demand, options, config)
 
 
@@ -194,7 +198,7 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
         raise OptionError("recovery and distillation hold two models; leave out --memory-limit, or train afterwards")
     checkpoint = open_mixture(options.model)
     merges = METHODS[options.method].kind == "merge" or REMOVED_EXPERTS[options.merge] is not None
-    if merges or options.distill.steps or options.quantiser is not None:
+    if merges or options.distill.steps or options.quantiser is not None or options.refit.correct:
         check_plain(checkpoint)
     if options.quantiser is not None:
         options.quantiser.check(checkpoint.config)
@@ -210,6 +214,9 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     if options.plan is not None:
         plan = plan_from_json(load_json(options.plan, "plan"))
         check_fits(plan, checkpoint)
+    removed = granularity(plan) if budget is None and plan is not None else budget and budget.granularity
+    if options.refit.correct and removed == "expert":
+        check_width(checkpoint.config)
     prepared = prepare(options, checkpoint)
     texts = (prepared.tokens_SL[:0], prepared.tokens_SL[:0])
     if steps := options.distill.steps:

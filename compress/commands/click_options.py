@@ -84,7 +84,11 @@ def parameter(leaf: Leaf) -> click.Parameter:
     if leaf.type is bool and row.choices is None:
         flag += f"/--{row.off}" if row.off else ""
         return GroupedOption(
-            [*short, flag, leaf.name], is_flag=True, default=default, show_default=row.off is not None, **settings
+            [*short, flag, leaf.name],
+            is_flag=True,
+            default=default,
+            show_default=row.off is not None and row.unset is None,
+            **settings,
         )
     settings |= {"multiple": row.several == "repeated", "envvar": row.envvar, "show_envvar": row.envvar is not None}
     if row.several is None and row.metavar is not None:

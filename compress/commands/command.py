@@ -39,7 +39,7 @@ GROUPS = (
     "Calibration text",
     "Text",
     "Prompts and responses",
-    "Hidden units",
+    "Refit",
     "DiEP",
     "NAEE",
     "Training",

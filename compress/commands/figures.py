@@ -12,7 +12,7 @@ def show_figures(given: Given, figures: Figures) -> Figures:
     given.say(table(_rows(figures)))
     if figures["experts_per_layer"]:
         given.say(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
-    if refit := figures.get("refit"):
+    if (refit := figures.get("refit")) and "error_per_layer" in refit:
         errors = zip(refit["error_without_per_layer"], refit["error_per_layer"], strict=True)
         layers = [f"{before:.1%} {after:.1%}" for before, after in errors if after is not None]
         given.say(f"output error of each layer, before and after the refit: {', '.join(layers) or 'not measured'}")

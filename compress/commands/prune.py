@@ -19,7 +19,7 @@ from compress.report.columns import text_table
 from engine.errors import OptionError
 from engine.options import names, option
 
-UNIT_OPTIONS = names(RefitOptions) | {"unit_multiple", "include"}
+UNIT_OPTIONS = (names(RefitOptions) - {"correct", "ridge"}) | {"unit_multiple", "include"}
 """Options that only methods for hidden units use."""
 EXPERT_OPTIONS = {"experts", "min_experts", "merge", "naee_limit", "statistics", "plan"}
 """Options that only methods for whole experts use, and `--plan`, with which no method decides."""

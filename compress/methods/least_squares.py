@@ -27,6 +27,8 @@ from engine.errors import DataError
 
 RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 """Values of ρ that are tried on the held-out part of the calibration text."""
+FIRST_RIDGES = RIDGES[3:6]
+"""Values that are tried first."""
 DEFAULT_RIDGE = 1e-2
 """ρ where no token of the calibration text is held out."""
 STRONGER = 10.0
@@ -163,9 +165,25 @@ def refitted(own: Narrowed, moments: Tensor, ridge: float) -> Tensor:
     return own.kept_DK + equations.solved(ridge) if equations.scale else own.kept_DK
 
 
-def changes(fit: Equations, held: Equations, ridges: Sequence[float]) -> dict[float, float]:
+def changes(fit: Equations, held: Equations, ridges: Iterable[float]) -> dict[float, float]:
     """Return, for each ρ, what the solution on the fitted tokens changes in the error on the held-out ones."""
     return {ridge: held.change(fit.solved(ridge)) if fit.scale else 0.0 for ridge in ridges}
+
+
+def best_ridge(errors_of: Callable[[Sequence[float]], dict[float, float]]) -> tuple[float, float]:
+    """Return the ρ of RIDGES with the smallest error, and its error.
+
+    errors_of: returns the error of each ρ that it is given. It is asked for three of them, and then for those beside the
+    best until both neighbors are worse: an error has one minimum along ρ, and each ρ costs a factorization.
+    """
+    errors = errors_of(FIRST_RIDGES)
+    while True:
+        best = min(errors, key=lambda ridge: errors[ridge])
+        place = RIDGES.index(best)
+        beside = [ridge for ridge in RIDGES[max(0, place - 1) : place + 2] if ridge not in errors]
+        if not beside:
+            return best, errors[best]
+        errors |= errors_of(beside)
 
 
 def refit_layer(
@@ -176,18 +194,24 @@ def refit_layer(
     The ridge is chosen with the fitted part alone; the result is then fitted to both parts. experts: returns the experts
     anew in each call, so that the moments of one are in memory at a time. dtype: of the result.
     """
-    ridges = RIDGES if ridge is None else (ridge,)
-    changed = dict.fromkeys(ridges, 0.0)
-    whole = without = 0.0
-    for own in experts():
-        without += own.lost(own.moments.held)
-        whole += own.energy(own.moments.held)
-        found = changes(own.equations(own.moments.fit), own.equations(own.moments.held), ridges)
-        changed = {each: changed[each] + found[each] for each in ridges}
-    chosen = DEFAULT_RIDGE if ridge is None and not whole else min(ridges, key=lambda each: changed[each])
+    without, whole = (sum(each) for each in zip(*map(_held_out, experts()), strict=True))
+
+    def changes_of(ridges: Sequence[float]) -> dict[float, float]:
+        found = [changes(own.equations(own.moments.fit), own.equations(own.moments.held), ridges) for own in experts()]
+        return {each: sum(own[each] for own in found) for each in ridges}
+
+    if not whole:
+        chosen, changed = DEFAULT_RIDGE if ridge is None else ridge, 0.0
+    else:
+        chosen, changed = best_ridge(changes_of) if ridge is None else (ridge, changes_of([ridge])[ridge])
     downs = [refitted(own, _both(own.moments), chosen).to(dtype) for own in experts()]
-    shares = (without / whole, max(0.0, without + changed[chosen]) / whole) if whole else (None, None)
+    shares = (without / whole, max(0.0, without + changed) / whole) if whole else (None, None)
     return Fitted(downs, chosen, *shares)
+
+
+def _held_out(own: Narrowed) -> tuple[float, float]:
+    """Return what an expert lost on the held-out tokens without a refit, and the energy of its outputs."""
+    return own.lost(own.moments.held), own.energy(own.moments.held)
 
 
 def _both(moments: Moments) -> Tensor:

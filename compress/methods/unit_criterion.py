@@ -14,7 +14,7 @@ from compress.cost.phases import PassCosts, Phase
 from compress.methods.criterion import Criterion
 from compress.methods.gate_gradients import gradient_phase
 from compress.methods.inputs import MethodRun
-from compress.methods.least_squares import RIDGES
+from compress.methods.least_squares import FIRST_RIDGES
 from compress.options.plan_run import RunOptions
 from compress.options.prune import PruneOptions
 from compress.plans.plan import Plan
@@ -27,6 +27,8 @@ from engine.passes.memory_need import MemoryDemand
 
 KEPT = 0.5
 """Share of hidden units for which costs are planned: they fall with it, and a plan of costs has no sparsity."""
+RIDGES_TRIED = len(FIRST_RIDGES) + 1
+"""Number of ridges for which costs are planned."""
 UnitScores = Mapping[int, Sequence[Tensor]]
 """A score for each hidden unit, [F] for each FFN (DecoderConfig.ffn_widths), by decoder layer index; units with higher
 scores are kept."""
@@ -53,7 +55,7 @@ def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool
         if gradients:
             yield gradient_phase(costs, own_samples=True)
         yield moments_phase(costs)
-        yield Phase("refit", costs.passes.refit(KEPT, len(RIDGES)), held_bytes(costs.passes.config))
+        yield Phase("refit", costs.passes.refit(KEPT, RIDGES_TRIED), held_bytes(costs.passes.config))
         yield correction_phase(costs)
 
     return Criterion(plan, phases, memory)
@@ -63,7 +65,7 @@ def correction_phase(costs: PassCosts) -> Phase:
     """Return the phase of the correction after the refit."""
     passes = costs.passes
     memory = costs.weights.layer(passes) + costs.streaming_bytes + held_bytes(passes.config)
-    return Phase("correction", passes.correction(costs.tokens, costs.length, KEPT, len(RIDGES)), memory)
+    return Phase("correction", passes.correction(costs.tokens, costs.length, KEPT, RIDGES_TRIED), memory)
 
 
 def moments_phase(costs: PassCosts) -> Phase:

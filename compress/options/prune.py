@@ -237,7 +237,7 @@ class MergeOptions(PruneOptions):
     merge: str = unlisted(PruneOptions, "merge")
     naee_limit: int = unlisted(PruneOptions, "naee_limit")
     diep: DiepOptions = unlisted(PruneOptions, "diep")
-    refit: RefitOptions = unlisted(PruneOptions, "refit")
+    refit: RefitOptions = part(RefitOptions, refit=left_out())
     plan: Path | None = unlisted(PruneOptions, "plan")
     quantiser: QuantiserOptions | None = unlisted(PruneOptions, "quantiser")
     shard: bool = unlisted(PruneOptions, "shard")

@@ -1,4 +1,4 @@
-"""Options of the refit: least squares for the down projections of experts that lose hidden units."""
+"""Options of the refit: least squares for the down projections of the experts that stay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.errors import OptionError
 from engine.options import check, option
 
-UNITS = "Hidden units"
+REFIT = "Refit"
 
 
 @dataclass(frozen=True)
@@ -17,27 +17,32 @@ class RefitOptions:
 
     refit: bool = option(
         True,
-        group=UNITS,
+        group=REFIT,
         off="no-refit",
         help="After hidden units are removed, refit each down projection to the outputs of the whole expert.",
     )
     ridge: float | None = option(
         None,
-        group=UNITS,
+        group=REFIT,
         metavar="ρ",
         unset="chosen on a part of the calibration text",
         help="Ridge of the refit, relative to the mean square of a hidden unit.",
     )
-
-    correct: bool = option(
-        True,
-        group=UNITS,
+    correct: bool | None = option(
+        None,
+        group=REFIT,
         off="no-correct",
-        help="After the refit, fit what is left of each layer's error on the smaller model's own hidden states.",
+        unset="after the refit of hidden units",
+        help="Fit what each layer of the result lacks on the smaller model's own hidden states; also where whole experts "
+        "leave or are merged.",
     )
 
     def __post_init__(self) -> None:
         check(self)
+
+    def corrects(self, units_leave: bool) -> bool:
+        """Return whether a result without some hidden units, or else without some experts, is corrected."""
+        return units_leave and self.refit if self.correct is None else self.correct
 
     def check(self) -> None:
         """Raise OptionError for a ridge with which no refit is possible."""

@@ -1,4 +1,4 @@
-"""The refit of a run: least squares for the down projections of all FFNs that lost hidden units.
+"""The refit of a run: least squares for the down projections of all FFNs that lost hidden units, and then the correction.
 
 The moments of hidden units (calibrate/unit_statistics.py) are read one FFN at a time, and solved layer by layer
 (methods/least_squares.py). The new projections are written into the work directory, from which `apply` reads them
@@ -7,10 +7,11 @@ memory-mapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -38,28 +39,34 @@ class Refitted:
 
 
 def refitted(run: MethodRun, plan: Plan) -> Refitted:
-    """Return the refit of a run; nothing where it was not requested, or no FFN lost units."""
+    """Return the refit and the correction of a run; nothing where neither was requested."""
     narrowed = narrowed_ffns(plan, run.prepared.checkpoint.config)
-    if not run.options.refit.refit or not narrowed:
-        return Refitted()
+    found = _fitted(run, narrowed) if run.options.refit.refit and narrowed else Refitted()
+    if not run.options.refit.corrects(bool(narrowed)):
+        return found
+    correction = corrected(run, plan, found.tensors)
+    drifts: RefitFigures = {"drift_before_per_layer": correction.drift_before, "drift_per_layer": correction.drift}
+    return Refitted(found.tensors | correction.tensors, {**(found.figures or {}), **drifts})
+
+
+def _fitted(run: MethodRun, narrowed: Mapping[int, list[NarrowedFfn]]) -> Refitted:
+    """Return the refit of all FFNs that lost units."""
     directory = run.work.path / "refit"
     moments = unit_directory(run, moments=True)
-    figures: RefitFigures = {"ridge_per_layer": [], "error_without_per_layer": [], "error_per_layer": []}
+    layers: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for layer in run.bar("refitting (layers)")(sorted(narrowed)):
         path = directory / f"layer-{layer}.safetensors"
-        found = run.work.once(f"refit-{layer}", partial(_refit, run, moments, layer, narrowed[layer], path))
-        figures["ridge_per_layer"].append(found["ridge"])
-        figures["error_without_per_layer"].append(found["error_without"])
-        figures["error_per_layer"].append(found["error"])
+        layers.append(run.work.once(f"refit-{layer}", partial(_refit, run, moments, layer, narrowed[layer], path)))
         with SafetensorsFile(path) as file:
             check_digest(file)
             tensors |= {name: file.tensor(name) for name in file.entries}
         heap.give_back()
-    if run.options.refit.correct:
-        found = corrected(run, plan, tensors)
-        tensors |= found.tensors
-        figures |= {"drift_before_per_layer": found.drift_before, "drift_per_layer": found.drift}
+    figures: RefitFigures = {
+        "ridge_per_layer": [own["ridge"] for own in layers],
+        "error_without_per_layer": [own["error_without"] for own in layers],
+        "error_per_layer": [own["error"] for own in layers],
+    }
     return Refitted(tensors, figures)
 
 

@@ -1,8 +1,9 @@
 """The correction after the refit: what is left of each layer's error, fitted on the smaller model's own hidden states.
 
-The refit (closed_form.py) sees the hidden states of the full model, and one FFN at a time. In the smaller model the layers
-before have already changed them. So both models go through the text together, layer by layer. With z_t the output of a
-layer of the full model and z′_t that of the smaller one, r_t = z_t − z′_t is fitted by one FFN after the other:
+The refit of narrowed experts (closed_form.py) sees the hidden states of the full model, one FFN at a time. In the smaller
+model the layers before have already changed them, and where whole experts left or were merged, tokens use other experts.
+So both models go through the text together, layer by layer. With z_t the output of a layer of the full model and z′_t that
+of the smaller one, r_t = z_t − z′_t is fitted by one FFN after the other:
 
     ΔD = argmin Σ_t ‖r_t − w_t·ΔD·h_{t,K}‖² + ρ̄·‖ΔD‖²,    D′ ← D′ + ΔD,    r_t ← r_t − w_t·ΔD·h_{t,K}
 
@@ -27,13 +28,14 @@ from torch import Tensor
 from calibrate.ffn_inputs import Batch, FfnInputs, Text
 from calibrate.unit_statistics import PARTS, WIDEST_GRAM
 from compress.methods.inputs import MethodRun
-from compress.methods.least_squares import DEFAULT_RIDGE, RIDGES, Equations, NormalEquations, changes, mean_square
+from compress.methods.least_squares import DEFAULT_RIDGE, Equations, NormalEquations, best_ridge, changes, mean_square
 from compress.methods.unit_criterion import include_of
 from compress.plans.apply import planned_tensors
 from compress.plans.plan import Plan
-from compress.refit.narrowed import NarrowedFfn, narrowed_ffns
+from compress.refit.narrowed import CorrectedFfn, corrected_ffns
 from engine.decoder.experts import Expert
 from engine.decoder.model import DecoderLayer
+from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
@@ -55,16 +57,26 @@ class Corrected:
     drift_before: list[float | None] = field(default_factory=list)
     drift: list[float | None] = field(default_factory=list)
     """Share of the mean square of a layer's output by which the smaller model's differs on held-out sequences, before and
-    after the layer's correction, for each layer that lost units; None without such sequences."""
+    after the layer's correction, for each layer with corrected FFNs; None without such sequences."""
 
 
 def held_bytes(config: DecoderConfig, include: tuple[str, ...], itemsize: int) -> int:
-    """Return the most bytes that a correction holds besides a layer of the full model and a batch: a narrowed layer, and the
-    matrices of one FFN.
+    """Return the most bytes that a correction holds besides a layer of the full model and a batch: a layer of the smaller
+    model, and the matrices of one FFN.
     """
     widths = config.ffn_widths(include).values()
     matrices = 3 * 8 * min(WIDEST_GRAM, max(map(max, widths))) ** 2
     return max(map(sum, widths)) * 3 * config.hidden_size * itemsize + matrices
+
+
+def check_width(config: DecoderConfig) -> None:
+    """Raise OptionError for whole experts that are too wide to be corrected."""
+    widest = max(map(max, config.ffn_widths().values()))
+    if widest > WIDEST_GRAM:
+        raise OptionError(
+            f"experts have {widest} hidden units, and a correction takes at most {WIDEST_GRAM}; leave out --correct, or "
+            "remove hidden units (--granularity unit)"
+        )
 
 
 @torch.no_grad()
@@ -76,7 +88,7 @@ def corrected(run: MethodRun, plan: Plan, fitted: Mapping[str, Tensor]) -> Corre
     checkpoint, dtype, device = run.prepared.checkpoint, run.prepared.dtype, run.options.device
     tokens_SL, budget = run.prepared.tokens_SL, run.memory_budget
     config, source = planned_tensors(plan, checkpoint, dtype, device, replaced=fitted)
-    narrowed, include = narrowed_ffns(plan, checkpoint.config), include_of(run)
+    fitted_ffns, include = corrected_ffns(plan, checkpoint.config), include_of(run)
     rows = processes.own_rows(*tokens_SL.shape, budget=budget)
     text, directory = Text(rows, tokens_SL.shape[1]), run.work.path / "correction"
     directory.mkdir(parents=True, exist_ok=True)
@@ -107,8 +119,8 @@ def corrected(run: MethodRun, plan: Plan, fitted: Mapping[str, Tensor]) -> Corre
             for part in batches:
                 after["small"][part] = small(states["small"][part].to(device), positions)
             inputs.stop()
-            if index in narrowed:
-                layer_correction = _LayerCorrection(run, small, inputs, narrowed[index], after)
+            if index in fitted_ffns:
+                layer_correction = _LayerCorrection(run, small, inputs, fitted_ffns[index], after)
                 changed = layer_correction.solve()
                 _save(directory, index, changed, layer_correction.drift_before, layer_correction.drift())
                 layer_correction.close()
@@ -124,7 +136,7 @@ def corrected(run: MethodRun, plan: Plan, fitted: Mapping[str, Tensor]) -> Corre
             heap.give_back()
     for activations in states.values():
         activations.close()
-    for index in sorted(narrowed):
+    for index in sorted(fitted_ffns):
         _read(directory, index, result)
     return result
 
@@ -152,7 +164,7 @@ class _LayerCorrection:
         run: MethodRun,
         layer: DecoderLayer,
         inputs: FfnInputs,
-        networks: list[NarrowedFfn],
+        networks: list[CorrectedFfn],
         after: Mapping[str, Activations],
     ) -> None:
         self.run, self.layer, self.inputs, self.networks, self.after = run, layer, inputs, networks, after
@@ -238,9 +250,8 @@ def _chosen_ridge(fit: Equations, held: Equations, given: float | None) -> float
         return None
     if given is not None or not held.scale:
         return DEFAULT_RIDGE if given is None else given
-    changed = changes(fit, held, RIDGES)
-    best = min(changed, key=lambda ridge: changed[ridge])
-    return best if changed[best] < 0.0 else None
+    best, changed = best_ridge(lambda ridges: changes(fit, held, ridges))
+    return best if changed < 0.0 else None
 
 
 def _path(directory: Path, layer: int) -> Path:

@@ -1,4 +1,4 @@
-"""The FFNs of a plan's result that lost hidden units."""
+"""The FFNs of a plan's result that are refitted: those that lost hidden units, or else all experts that stay."""
 
 from __future__ import annotations
 
@@ -38,3 +38,23 @@ def narrowed_ffns(plan: Plan, config: DecoderConfig) -> dict[int, list[NarrowedF
         name = common_tensor(config, layer, DOWN)
         found.setdefault(layer, []).append(NarrowedFfn(name, number, source, units))
     return found
+
+
+class CorrectedFfn(NamedTuple):
+    """One FFN of the result whose down projection is corrected."""
+
+    name: str
+    """Name of its down projection in the result."""
+    number: int
+    """Its number in the result (DecoderConfig.ffn_widths)."""
+
+
+def corrected_ffns(plan: Plan, config: DecoderConfig) -> dict[int, list[CorrectedFfn]]:
+    """Return the FFNs that lost units, or where none did all experts of the result, by layer. config: of the source."""
+    if narrowed := narrowed_ffns(plan, config):
+        return {layer: [CorrectedFfn(own.name, own.number) for own in networks] for layer, networks in narrowed.items()}
+    row = config.architecture
+    return {
+        layer: [CorrectedFfn(expert_tensor(row, layer, index, DOWN), index) for index in range(len(experts))]
+        for layer, experts in plan.layers.items()
+    }

@@ -105,13 +105,14 @@ class SearchFigures(TypedDict):
 class RefitFigures(TypedDict):
     """Figures of the refit of down projections, by MoE layer.
 
-    Errors are on a part of the calibration text that was not fitted; None without such a part.
+    Errors are on a part of the calibration text that was not fitted; None without such a part. Where whole experts leave,
+    there is only a correction.
     """
 
-    ridge_per_layer: list[float]
-    error_without_per_layer: list[float | None]
+    ridge_per_layer: NotRequired[list[float]]
+    error_without_per_layer: NotRequired[list[float | None]]
     """Share of the mean square of the experts' outputs that their remaining units miss without the refit."""
-    error_per_layer: list[float | None]
+    error_per_layer: NotRequired[list[float | None]]
     """That share after the refit."""
     drift_before_per_layer: NotRequired[list[float | None]]
     """Share of the mean square of the hidden states after the layer by which those of the smaller model differ, before the

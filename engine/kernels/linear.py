@@ -82,6 +82,19 @@ def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return (y if bias_O is None else y + bias_O).to(x.dtype)
 
 
+def transposed_linear(x_TI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x·W + b in x's dtype, for a matrix that is stored with one row for each input."""
+    if is_emulated(weight_IO) and x_TI.shape[0] >= WIDEN_FROM_ROWS:
+        inputs, outputs = weight_IO.shape
+        wide_TI, y_TO = x_TI.float(), x_TI.new_zeros(x_TI.shape[0], outputs, dtype=torch.float32)
+        step = max(1, BLOCK_ELEMENTS // outputs)
+        for start in range(0, inputs, step):
+            y_TO.addmm_(wide_TI[:, start : start + step], _wide(weight_IO[start : start + step]))
+    else:
+        y_TO = x_TI @ weight_IO
+    return (y_TO if bias_O is None else y_TO + bias_O).to(x_TI.dtype)
+
+
 def serves_rows(kernels: Any, weights: Sequence[Weight], *, many: bool) -> bool:
     """Return whether the kernels for few rows, or those for many, multiply these matrices."""
     return not many or all(kernels.multiplies_many(*weight.shape) for weight in weights)
@@ -143,11 +156,13 @@ def _widened(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     y_TO = x_TI.new_empty(x_TI.shape[0], outputs)
     step = max(1, BLOCK_ELEMENTS // inputs)
     for start in range(0, outputs, step):
-        block = weight_OI[start : start + step]
-        wide = _buffer(block.numel())[: block.numel()].view_as(block)
-        wide.copy_(block)
-        y_TO[:, start : start + step] = x_TI @ wide.T
+        y_TO[:, start : start + step] = x_TI @ _wide(weight_OI[start : start + step]).T
     return y_TO
+
+
+def _wide(block: Tensor) -> Tensor:
+    """Return a block of a weight in float32, in this thread's scratch: it is valid until the next call."""
+    return _buffer(block.numel())[: block.numel()].view(block.shape).copy_(block)
 
 
 def _buffer(elements: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calibrate.unit_statistics import Moments
-from compress.methods.least_squares import DEFAULT_RIDGE, RIDGES, Narrowed, refit_layer
+from compress.methods.least_squares import DEFAULT_RIDGE, FIRST_RIDGES, RIDGES, Narrowed, best_ridge, refit_layer
 from compress.methods.least_squares import refitted as solution
 from engine.errors import DataError
 
@@ -143,6 +143,19 @@ def test_the_ridge_is_chosen_on_the_held_out_tokens_of_all_experts(down: Tensor)
     for own, fit, held in zip(found.downs, noisy, others, strict=True):
         expected = by_numpy(torch.cat([fit, held]), down, KEPT, best)
         assert torch.allclose(own, expected, atol=1e-9), "the result is fitted to all tokens"
+
+
+@pytest.mark.parametrize("best", range(len(RIDGES)))
+def test_the_best_ridge_is_found_and_those_far_from_it_are_not_tried(best: int) -> None:
+    tried: list[float] = []
+
+    def errors_of(ridges: Sequence[float]) -> dict[float, float]:
+        tried.extend(ridges)
+        return {ridge: abs(RIDGES.index(ridge) - best) - 1.0 for ridge in ridges}
+
+    assert best_ridge(errors_of) == (RIDGES[best], -1.0)
+    needed = {*FIRST_RIDGES, *RIDGES[max(0, best - 1) : best + 2], *RIDGES[best:3]}
+    assert sorted(tried) == sorted(needed), "each once"
 
 
 def test_samples_are_fitted_to_both_parts(rows: Tensor, down: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,10 @@ from calibrate.ffn_inputs import HELD_OUT_ONE_IN
 from compress.methods.least_squares import RIDGES
 from compress.options.refit import RefitOptions
 from compress.plans.apply import planned_decoder
-from compress.plans.plan import Plan
+from compress.plans.plan import Part, Plan, PlannedExpert, Source, pruning_plan
 from compress.plans.unit_selection import units_plan
 from compress.refit.correction import Corrected, corrected
-from compress.refit.narrowed import NarrowedFfn, narrowed_ffns
+from compress.refit.narrowed import CorrectedFfn, corrected_ffns
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import Decoder
@@ -76,7 +77,7 @@ def naive(checkpoint: Checkpoint, plan: Plan, ridge: float | None) -> tuple[dict
     """Return the corrected projections and the drift after each layer, from whole models and rows of an augmented system."""
     full = Decoder(checkpoint.config, checkpoint.source(torch.float32))
     small = planned_decoder(plan, checkpoint, torch.float32)
-    networks, found, drifts = narrowed_ffns(plan, checkpoint.config), {}, []
+    networks, found, drifts = corrected_ffns(plan, checkpoint.config), {}, []
     for index, layer in enumerate(small.layers):
         if index not in networks:
             continue
@@ -93,7 +94,7 @@ def naive(checkpoint: Checkpoint, plan: Plan, ridge: float | None) -> tuple[dict
                 continue
             residual[token] -= rows @ delta.T
             expert = block if not isinstance(block, MoeBlock) else [*block.experts, block.shared][network.number]
-            expert.down_DF.data += torch.from_numpy(delta).float()
+            expert.down_DF.data = expert.down_DF.data + torch.from_numpy(delta).float()  # not the full model's
             found[network.name] = expert.down_DF.data.clone()
         difference = (target - output_of(small, index))[IS_HELD]
         drifts.append(float((difference**2).sum() / (target[IS_HELD] ** 2).sum()))
@@ -109,7 +110,7 @@ def output_of(decoder: Decoder, index: int) -> Any:
     return seen[0].flatten(0, 1).double().numpy()
 
 
-def uses(block: Any, network: NarrowedFfn, x_TD: Tensor, factor: float) -> tuple[Any, Any]:
+def uses(block: Any, network: CorrectedFfn, x_TD: Tensor, factor: float) -> tuple[Any, Any]:
     """Return the tokens that use an FFN, and its weighted hidden units for them."""
     if not isinstance(block, MoeBlock):
         return np.arange(len(x_TD)), factor * block.units(x_TD).double().numpy()
@@ -161,6 +162,31 @@ def test_the_correction_equals_the_naive_implementation(family: str, ridge: floa
     assert found.drift == pytest.approx(drifts, rel=1e-3)
     pairs = list(zip(found.drift, found.drift_before, strict=True))
     assert all(after is not None and before is not None and after <= before for after, before in pairs)
+
+
+def merging_plan(kept: Mapping[int, list[int]]) -> Plan:
+    """Return a plan in which every expert that stays is mixed with the one before it."""
+
+    def merged(expert: int) -> PlannedExpert:
+        return PlannedExpert((Part((Source(expert - 1, 0.25), Source(expert, 0.75))),), (Source(expert),))
+
+    return Plan({layer: tuple(map(merged, own)) for layer, own in kept.items()})
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoeshared"])
+@pytest.mark.parametrize("made", [pruning_plan, merging_plan], ids=["pruned", "merged"])
+def test_results_without_whole_experts_are_corrected(family: str, made: Callable[..., Plan], tmp_path: Path) -> None:
+    save_reference(family, tmp_path / "model")
+    checkpoint = Checkpoint(tmp_path / "model")
+    counts = checkpoint.config.experts_by_layer
+    kept = {layer: list(range(1, count, 2)) for layer, count in counts.items()}
+    plan = made(kept)
+    found = correct(checkpoint, plan, tmp_path / "work", budget=MemoryBudget(tokens_per_batch=27))
+    expected, drifts = naive(checkpoint, plan, None)
+    assert found.tensors.keys() == expected.keys() and len(expected) > 2
+    for name, down in expected.items():
+        assert torch.allclose(found.tensors[name].float(), down, rtol=1e-3, atol=1e-3 * float(down.abs().max()))
+    assert found.drift == pytest.approx(drifts, rel=1e-3)
 
 
 def test_an_interrupted_correction_resumes_at_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

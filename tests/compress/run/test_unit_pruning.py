@@ -113,6 +113,22 @@ def test_a_sweep_takes_methods_of_both_kinds(place: Path) -> None:
     assert {figures["sparsity"] for figures in values["runs"]} == {0.5}
 
 
+@pytest.mark.parametrize(
+    "command", [["prune", "model", "--method", "reap", "--sparsity", "0.5"], ["merge", "model", "--experts", "3"]]
+)
+def test_the_experts_that_stay_are_corrected_where_whole_experts_leave(
+    place: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(*command, *TEXT, "-o", "plain")
+    corrected = run(*command, *TEXT, "--correct", "-o", "corrected")
+    assert plain["refit"] is None and set(corrected["refit"]) == {"drift_before_per_layer", "drift_per_layer"}
+    before, after = (weights(place / name) for name in ("plain", "corrected"))
+    changed = {name for name, own in before.items() if not torch.equal(own, after[name])}
+    assert changed and all(name.endswith("w2.weight") for name in changed)
+    monkeypatch.setattr("compress.refit.correction.WIDEST_GRAM", 1)
+    refused(place, [*command, *TEXT, "--correct", "-o", "out"], "a correction takes at most 1")
+
+
 def test_packed_weights_are_refused_before_any_work(place: Path) -> None:
     run("quantize", "model", *TEXT, "--bits", "8", "--group-size", "16", "-o", "low")
     arguments = ["prune", "low", *TEXT, "--granularity", "unit", "--sparsity", "0.5", "-o", "out"]

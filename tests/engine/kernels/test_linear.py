@@ -21,7 +21,7 @@ from engine.decoder.routing import NO_EXPERT, Selection, TopK
 from engine.errors import OptionError
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.kernel_choice import DECODING
-from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, linears, plain
+from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, linears, plain, transposed_linear
 from engine.kernels.quantized_weight import quantise
 
 
@@ -42,6 +42,18 @@ def test_equals_float64(arithmetic: bool, dtype: torch.dtype, shape: tuple[int, 
     expected = x.double() @ weight.double().T + bias.double()
     assert got.dtype == dtype and got.shape == expected.shape
     assert torch.allclose(got.double(), expected, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [0, 1, 3, 9])
+def test_transposed_weights_equal_float64(arithmetic: bool, dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 16).to(dtype), torch.randn(16, 21).to(dtype), torch.randn(21).to(dtype)
+    for added in (None, bias):
+        expected = x.double() @ weight.double() + (0.0 if added is None else added.double())
+        got = transposed_linear(x, weight, added)
+        assert got.dtype == dtype and got.shape == expected.shape
+        assert torch.allclose(got.double(), expected, rtol=2e-2, atol=5e-2)
 
 
 @needs_numba
