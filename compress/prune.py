@@ -151,6 +151,8 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         raise OptionError(f"{options.method} removes whole experts; leave out --unit-multiple, or add --granularity unit")
     if budget.include:
         raise OptionError(f"{options.method} removes whole experts; leave out --include, or add --granularity unit")
+    if options.refit.correct:
+        check_width(checkpoint.config)
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))
     if budget.scope == "uniform" and not method.keeps_groups and groups_of(checkpoint.config):
@@ -192,7 +194,12 @@ def _checked_unit_budget(budget: Budget, config: DecoderConfig, options: PruneOp
             f"unit-multiple is {multiple}, and rounded weights of {multiple} hidden units do not fill whole groups; take "
             f"--unit-multiple {needed}, or another --group-size"
         )
-    check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts, config.experts_by_layer)
+    try:
+        check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts, config.experts_by_layer)
+    except OptionError as error:
+        if scheme is None:
+            raise
+        raise OptionError(f"{error}; with --bits, a multiple below {multiple} needs a smaller --group-size") from error
     return replace(budget, unit_multiple=multiple, include=include)
 
 
@@ -222,9 +229,8 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     if options.plan is not None:
         plan = plan_from_json(load_json(options.plan, "plan"))
         check_fits(plan, checkpoint)
-    removed = granularity(plan) if budget is None and plan is not None else budget and budget.granularity
-    if options.refit.correct and removed == "expert":
-        check_width(checkpoint.config)
+        if options.refit.correct and granularity(plan) == "expert":
+            check_width(checkpoint.config)
     prepared = prepare(options, checkpoint)
     texts = (prepared.tokens_SL[:0], prepared.tokens_SL[:0])
     if steps := options.distill.steps:

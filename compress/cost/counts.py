@@ -250,6 +250,14 @@ class Passes:
             calls=moe.experts * EXPERT_CALLS,
         )
 
+    def brain_surgeon(self) -> OperationCounts:
+        """Return the counts of the ranking by compress/methods/unit_obs.py: an inverse of each expert's F × F moments, which
+        is then reduced block by block.
+        """
+        widths = [layer.moe.widths for layer in self.config.layers if layer.moe is not None]
+        flops = sum(5 / 3 * width**3 for own in widths for width in own)
+        return OperationCounts(double_flops=flops, calls=sum(map(len, widths)))
+
     def refit(self, kept: float, ridges: int) -> OperationCounts:
         """Return the counts of the refit of every expert (compress/methods/least_squares.py).
 
@@ -262,11 +270,11 @@ class Passes:
         if moe is None:
             return OperationCounts()
         width, gone = kept * moe.expert_width, (1.0 - kept) * moe.expert_width
-        right_sides, shares = 3 * 2.0 * width * gone * hidden, 2.0 * (moe.expert_width**2 + gone**2) * hidden
+        right_sides, shares = 5 * 2.0 * width * gone * hidden, 2.0 * (moe.expert_width**2 + gone**2) * hidden
         return OperationCounts(
             single_flops=moe.experts * shares,
             double_flops=moe.experts * (right_sides + _least_squares_flops(width, hidden, ridges)),
-            read_bytes=2 * 8.0 * moe.experts * moe.expert_width**2,
+            read_bytes=4 * 8.0 * moe.experts * moe.expert_width**2,
             calls=moe.experts,
         )
 

@@ -47,13 +47,13 @@ class Block(NamedTuple):
 def default_multiple(widths: Widths, fits: Callable[[int], bool] = lambda multiple: True) -> int:
     """Return the largest power of two, up to LARGEST_MULTIPLE, with which every FFN has LEAST_BLOCKS blocks or more.
 
-    fits: whether the weights of an FFN can be stored with a number of hidden units. The result is the next power of two that
-    fits, where one up to the narrowest FFN does.
+    fits: whether the weights of an FFN can be stored with a number of hidden units. The result is the next number that fits,
+    where one up to the narrowest FFN does.
     """
     narrowest = min(width for own in widths.values() for width in own)
-    powers = list(takewhile(lambda power: power <= narrowest, (2**n for n in count())))
-    usual = max((power for power in powers if power <= min(LARGEST_MULTIPLE, narrowest / LEAST_BLOCKS)), default=1)
-    return next((power for power in powers if power >= usual and fits(power)), usual)
+    powers = takewhile(lambda power: power <= min(LARGEST_MULTIPLE, narrowest / LEAST_BLOCKS), (2**n for n in count()))
+    usual = max(powers, default=1)
+    return next(filter(fits, range(usual, narrowest + 1)), usual)
 
 
 def check_units(

@@ -154,6 +154,7 @@ def test_packed_weights_are_refused_before_any_work(place: Path) -> None:
         (["--method", "reap", "--unit-multiple", "8", "--sparsity", "0.5"], ("reap removes whole experts",)),
         (["--granularity", "unit", "--unit-multiple", "4096", "--sparsity", "0.5"], ("unit-multiple is 4096",)),
         (["--granularity", "unit", "--unit-multiple", "8", "--sparsity", "0.99"], ("would keep", "lower the sparsity")),
+        (["--sparsity", "0.9", "--bits", "8", "--group-size", "16"], ("lower the sparsity", "a smaller --group-size")),
         (["--sparsity", "0.5", "--unit-multiple", "2", "--bits", "8", "--group-size", "8"], ("take --unit-multiple 8",)),
         (["--granularity", "unit", "--sparsity", "0.5", "--ridge", "0"], ("ridge is 0.0",)),
         (["--granularity", "unit", "--sparsity", "0.5", "--merge", "cka"], ("leave out --merge",)),
