@@ -28,6 +28,7 @@ from engine.families.architecture import Architecture
 from engine.families.checks import check_token_ids
 from engine.families.config import DecoderConfig
 from engine.families.resolve import decoder_config
+from engine.families.results import loading_note
 from engine.families.rotary_check import check_rotary
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import is_decay, is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
@@ -119,6 +120,11 @@ class ModelDirectory:
     def fewest_bits(self) -> Scheme | None:
         """Storage scheme with the lowest bit width; None if the model has no low-bit weights."""
         return min(self.schemes, default=None)
+
+    @property
+    def loading_note(self) -> str | None:
+        """The programs that load this model, as a clause; None if transformers loads it."""
+        return loading_note(self.raw_config, bool(self.schemes))
 
     @property
     def parameters(self) -> int:
@@ -311,6 +317,10 @@ class Checkpoint(ModelDirectory):
             return self.config.prediction_layers or len({found[1] for found in numbered if found is not None})
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
+
+    def piece_bytes(self, dtype: torch.dtype) -> int | None:
+        """Return the bytes of weights that are resident together; None for weights that are read tensor by tensor."""
+        return None
 
     def release(self) -> None:
         """Give resident pages of weights back to the operating system; tensors stay valid."""
