@@ -44,8 +44,9 @@ from engine.families.wrappers import Wrapper, language_model
 from engine.files.element_type import ElementType
 from engine.files.finite import can_check, is_finite
 from engine.files.json_file import load_json, shown
+from engine.files.mapped_file import state_of
 from engine.files.model_files import check_entries
-from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
+from engine.files.safetensors_file import SafetensorsFile, open_shards
 from engine.kernels.scheme import Scheme
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from engine.families.encoder_decoders import ENCODER_DECODERS, EXPERT_OF_BLOCK, 
 from engine.families.resolve import load_transformers_config
 from engine.families.values import positive
 from engine.files.json_file import load_json, shown
+from engine.files.mapped_file import TensorEntry, state_of
 from engine.files.model_files import check_entries
-from engine.files.safetensors_file import SafetensorsFile, TensorEntry, open_shards, state_of
+from engine.files.safetensors_file import SafetensorsFile, open_shards
 from engine.transformers_models.transformers_model import SAME_MODEL, load_model
 
 
