@@ -69,6 +69,10 @@ class DecoderExport(Export[ExportOptions]):
     def config(self) -> Mapping[str, Any]:
         return {key: value for key, value in self.checkpoint.raw_config.items() if key not in FILE_KEYS}
 
+    @property
+    def files_directory(self) -> Path:
+        return self.checkpoint.files_directory
+
     def compare(self, directory: Path) -> None:
         from engine.onnx.runtime import OnnxDecoder
 

@@ -139,7 +139,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
             quantiser=made.quantiser,
             progress=run.bar("writing"),
         )
-        for path in carried_files(source.directory):
+        for path in carried_files(source.files_directory):
             shutil.copyfile(path, directory / path.name)
         processes.told(str(directory.absolute()))
         result = Checkpoint(directory)

@@ -122,6 +122,11 @@ class ModelDirectory:
             raise type(error)(f"{directory}: {message}") from error
         check_generation(directory, self.config.vocabulary_size)
 
+    @property
+    def files_directory(self) -> Path:
+        """Directory of the tokenizer and of generation_config.json: `directory`, or one that is made for a GGUF file."""
+        return self.directory if self.gguf is None else self.gguf.files_directory
+
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of a checkpoint of this model, by name."""

@@ -10,12 +10,15 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from engine.checkpoint.gguf_tokenizer import write_tokenizer
 from engine.checkpoint.stored_views import StoredView
 from engine.errors import CheckpointError, CompressError
 from engine.families.config import DecoderConfig
-from engine.families.gguf import GgufFamily, gguf_family
+from engine.families.gguf import EMBEDDINGS, GgufFamily, gguf_family
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_names import Place, places
 from engine.families.tensor_names import router_tensor
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SAME_FILE = "its metadata and tensors must be of the same model"
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class GgufModel:
@@ -56,6 +60,26 @@ class GgufModel:
         """Number of tensors of each type, by the type's name."""
         names = [tensor.type.name for file in self.files for tensor in file.tensors.values()]
         return {name: names.count(name) for name in dict.fromkeys(names)}
+
+    @cached_property
+    def files_directory(self) -> Path:
+        """A temporary directory with the tokenizer and generation_config.json of the metadata; it lives as long as this.
+
+        A tokenizer.json beside the file is copied if the metadata has no tokenizer or one that is not known. Raises
+        CheckpointError.
+        """
+        self._temporary = TemporaryDirectory(prefix="gguf-tokenizer-")
+        directory, beside = Path(self._temporary.name), self.path.parent
+        try:
+            write_tokenizer(self.metadata, self.by_name[EMBEDDINGS].tensors[EMBEDDINGS].shape[0], directory)
+        except CheckpointError:
+            if not (beside / TOKENIZER_NAMES[0]).is_file():
+                raise
+        if not (directory / TOKENIZER_NAMES[0]).exists():
+            for name in TOKENIZER_NAMES:
+                if (beside / name).is_file():
+                    copyfile(beside / name, directory / name)
+        return directory
 
     def views(self, config: DecoderConfig) -> dict[str, GgufView]:
         """Return a view of every tensor of the model that the files have, by the family's name of the tensor.

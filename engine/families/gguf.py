@@ -188,6 +188,11 @@ def _limited_groups(facts: Facts) -> dict[str, Any]:
     return {"n_group": groups, "topk_group": facts.size("expert_group_used_count", 1), "topk_method": method}
 
 
+def _unscaled(facts: Facts) -> dict[str, Any]:
+    facts.only("expert_weights_scale", 1)
+    return {}
+
+
 def _query_key_norm(facts: Facts) -> dict[str, Any]:
     return {"use_qk_norm": "blk.0.attn_q_norm.weight" in facts.shapes}
 
@@ -266,7 +271,7 @@ _ROWS = (
         optional=_DENSE_FIRST | _SCALED | _GROUPS | _NORMALIZED,
         made=(_latent,),
         gating=_SIGMOID,
-        only_if=lambda facts: facts.value("expert_gating_func", _SOFTMAX) == _SIGMOID,
+        only_if=lambda facts: any(name.endswith(".exp_probs_b.bias") for name in facts.shapes),
     ),
     GgufFamily(
         "deepseek2",
@@ -276,6 +281,16 @@ _ROWS = (
         fixed={"norm_topk_prob": False},
         made=(_latent, _limited_groups),
         normalizes=False,
+    ),
+    GgufFamily(
+        "deepseek",
+        "deepseek",
+        keys=_FINE_GRAINED,
+        optional=_DENSE_FIRST,
+        fixed={"norm_topk_prob": False},
+        made=(_undivided_heads, _rotation, _attention_biases, _unscaled),
+        normalizes=False,
+        permutes=True,
     ),
     GgufFamily(
         "glm4moe",
