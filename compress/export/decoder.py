@@ -71,7 +71,8 @@ class DecoderExport(Export[ExportOptions]):
 
     @property
     def files_directory(self) -> Path:
-        return self.checkpoint.files_directory
+        directory: Path = self.checkpoint.files_directory
+        return directory
 
     def compare(self, directory: Path) -> None:
         from engine.onnx.runtime import OnnxDecoder

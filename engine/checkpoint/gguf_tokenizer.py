@@ -72,7 +72,7 @@ def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> list[Any] | 
 
 def _write_converted(metadata: Mapping[str, Any], tokens: list[str], special: Mapping[str, str], directory: Path) -> None:
     from transformers import PreTrainedTokenizerFast  # here and below: transformers takes over a second
-    from transformers.integrations.gguf import convert_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
     if kind not in (_BYTE_LEVEL, _SENTENCE_PIECE):
@@ -91,7 +91,8 @@ def _write_converted(metadata: Mapping[str, Any], tokens: list[str], special: Ma
         _split_as(backend, str(split))
     adds_begin = metadata.get("tokenizer.ggml.add_bos_token", kind == _SENTENCE_PIECE)
     adds_end = metadata.get("tokenizer.ggml.add_eos_token", False)
-    tokenizer = PreTrainedTokenizerFast(
+    made: Any = PreTrainedTokenizerFast
+    tokenizer = made(
         tokenizer_object=backend,
         **special,
         add_bos_token=adds_begin is True and "bos_token" in special,
@@ -105,7 +106,10 @@ def _write_converted(metadata: Mapping[str, Any], tokens: list[str], special: Ma
 
 
 def _split_as(backend: Any, split: str) -> None:
-    """Set how text is cut before merging, where transformers has no pattern for it. Raises CheckpointError if none is known."""
+    """Set how text is cut before merging, where transformers has no pattern for it.
+
+    Raises CheckpointError for a value whose meaning is not known, because other cuts give other tokens.
+    """
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
