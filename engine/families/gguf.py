@@ -349,6 +349,7 @@ _ROWS = (
         ignored=("expert_shared_feed_forward_length",),
         made=(_undivided_heads, _rotation),
     ),
+    GgufFamily("ernie4_5", "ernie4_5", made=(_heads, _rotation), gating=None),
     GgufFamily(
         "minimax-m2",
         "minimax_m2",
