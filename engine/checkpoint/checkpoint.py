@@ -73,6 +73,9 @@ def resolve(model: str) -> Path:
         return DEMO_DIRECTORY
     if os.path.isdir(model):
         check_entries(Path(model))
+        files = [] if os.path.lexists(os.path.join(model, "config.json")) else sorted(Path(model).glob(f"*{SUFFIX}"))
+        if files:
+            raise CheckpointError(f"{model}: holds GGUF files and no config.json; give one of them, such as {files[0]}")
         return Path(model)
     if os.path.exists(model) and model.endswith(SUFFIX):
         return Path(model)
