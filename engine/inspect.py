@@ -82,6 +82,7 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
         "group_size": None if scheme is None else scheme.group_size,
         "bytes_not_quantized": checkpoint.plain_bytes,
         "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
+        "gguf_types": None if checkpoint.gguf is None else checkpoint.gguf.block_types,
         "prediction_layers_not_read": checkpoint.prediction_layers,
         "parts_not_read": [part.strip(".") for part in checkpoint.wrapper.others] if checkpoint.wrapper else [],
         "skip_tables": skips,

@@ -81,7 +81,7 @@ def resolve(model: str) -> Path:
         return Path(model)
     if os.path.exists(model) or model.endswith(SUFFIX) or not is_hub_id(model):
         found = "not a directory" if os.path.exists(model) else "no such directory"
-        raise CheckpointError(f"{model}: {found}; give a checkpoint directory, a hub id or 'demo'")
+        raise CheckpointError(f"{model}: {found}; give a checkpoint directory, a GGUF file, a hub id or 'demo'")
     return fetch(model)
 
 
@@ -337,7 +337,8 @@ class Checkpoint(ModelDirectory):
     @property
     def plain_bytes(self) -> int:
         """Size in bytes of the stored tensors that are not low-bit."""
-        return sum(self._views[name].bytes for name in self.shapes if self.scheme(name) is None)
+        views = (self._views[name] for name in self.shapes)
+        return sum(view.bytes for view in views if not isinstance(view, QuantizedView) and not view.is_quantized)
 
     @property
     def prediction_layers(self) -> int:

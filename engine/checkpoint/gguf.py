@@ -136,7 +136,8 @@ class GgufView(StoredView):
         super().__init__(file, place.name, shape)
         self.file: GgufFile = file
         self.stored, self.place = file.tensors[place.name], place
-        if self.stored.type.element is None:
+        self.is_quantized = self.stored.type.element is None
+        if self.is_quantized:
             self.element = BFLOAT16
         expected = self._expected(shape)
         if _sizes(self.stored.shape) != _sizes(expected):
@@ -156,7 +157,7 @@ class GgufView(StoredView):
     @property
     def floats(self) -> tuple[GgufFile, str] | None:
         """The stored numbers that are finite if the weight is; None for blocks."""
-        return (self.file, self.stored_name) if self.stored.type.element is not None else None
+        return None if self.is_quantized else (self.file, self.stored_name)
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor; blocks as numbers of `dtype`, by default of `element`."""
@@ -172,9 +173,9 @@ class GgufView(StoredView):
             own = own[self.place.part]
         if self.place.heads is not None:
             own = unpaired(own, self.place.heads)
-        if self.stored.type.element is not None:
+        if not self.is_quantized:
             return own
-        return dequantized(own, self.stored.type).to(dtype or self.element.torch)
+        return dequantized(own, self.stored.type, dtype or self.element.torch)
 
 
 class AbsorbedView(GgufView):

@@ -1,6 +1,6 @@
 """The blocks of GGUF's quantized types as numbers (github.com/ggml-org/ggml, `block_*` in src/ggml-common.h).
 
-Every function takes blocks as bytes, uint8 [B, bytes of a block], and returns float32 [B, numbers of a block]. Low-bit
+Each type's function takes blocks as bytes, uint8 [B, bytes of a block], and returns their float32 numbers. Low-bit
 numbers are stored in planes: the low bits of consecutive bytes are consecutive numbers, and so are the next bits.
 
 Shape suffixes: B blocks, S scales of a block.
@@ -17,14 +17,22 @@ from engine.files.gguf_types import BlockType
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The levels of IQ4_NL and IQ4_XS."""
+_NUMBERS_AT_ONCE = 1 << 21
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the numbers of MXFP4."""
 
 
-def dequantized(blocks: Tensor, kind: BlockType) -> Tensor:
-    """Return the numbers […, inputs] in float32. blocks: uint8 […, bytes of a row]."""
-    rows = blocks.reshape(-1, kind.bytes)
-    return _UNPACKED[kind.name](rows).reshape(*blocks.shape[:-1], -1)
+def dequantized(blocks: Tensor, kind: BlockType, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers […, inputs], which are computed in float32. blocks: uint8 […, bytes of a row].
+
+    The float32 numbers of a few blocks at a time are in memory, beside the result.
+    """
+    every = blocks.reshape(-1, kind.bytes)
+    numbers = torch.empty(len(every), kind.numbers, dtype=dtype)
+    step = max(1, _NUMBERS_AT_ONCE // kind.numbers)
+    for start in range(0, len(every), step):
+        numbers[start : start + step] = _UNPACKED[kind.name](every[start : start + step]).flatten(1)
+    return numbers.reshape(*blocks.shape[:-1], -1)
 
 
 def _half(blocks: Tensor, place: int) -> Tensor:

@@ -69,6 +69,8 @@ class StoredView:
     """Scales of an FP8 weight, which is read as `element`; None for other weights."""
     is_packed = False
     """Whether several weights share a byte."""
+    is_quantized = False
+    """Whether the weight is in blocks of low-bit numbers of a GGUF file."""
 
     def __init__(self, file: MappedFile, stored_name: str, shape: tuple[int, ...]) -> None:
         self.file, self.stored_name, self.shape = file, stored_name, shape
