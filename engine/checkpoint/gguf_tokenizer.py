@@ -1,28 +1,24 @@
 """The tokenizer, the chat template and the end tokens in the metadata of a GGUF file, as the files of a model directory.
 
-transformers converts the vocabulary. Its result is written, so that it goes through the checks of every other tokenizer.
+They go through the checks of every other tokenizer when they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.tokenizer_checks import MAX_TOKEN_LENGTH
 from engine.errors import CheckpointError
+from engine.families.gguf_splits import BYTE_LEVEL, SENTENCE_PIECE, SPLITS, WHOLE_TOKENS_FIRST
 from engine.files.json_file import shown, write_json
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """The part of the metadata's key, by the name of the special token."""
 _ENDS = ("eos", "eot")
-_BYTE_LEVEL, _SENTENCE_PIECE = "gpt2", "llama"
-_PLAIN_SPLITS = frozenset(["gpt-2", "gpt2", "olmo", "phi-2", "jais", "mpt"])
-"""Values of `tokenizer.ggml.pre` that mean the first byte-level pre-tokenizer, without a pattern of its own."""
-_DIGITS_ALONE = frozenset(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"])
-"""Values that mean the same one after each digit was split off."""
-_SAME_SPLIT = {"glm4": "llama-bpe", "chatglm-bpe": "llama-bpe", "stablelm2": "qwen2"}
-"""Values for which transformers lacks a pattern, by one with the same pattern."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens that a text has whole; only the former may be left out of a text."""
 
 
 def write_tokenizer(metadata: Mapping[str, Any], vocabulary: int, directory: Path) -> None:
@@ -43,6 +39,8 @@ def write_tokenizer(metadata: Mapping[str, Any], vocabulary: int, directory: Pat
         if len(token) > MAX_TOKEN_LENGTH:
             raise CheckpointError(f"the token {shown(token)} has more than {MAX_TOKEN_LENGTH} characters")
     special = {name: tokens[each] for name, key in _NAMED.items() if (each := ids[key]) is not None and each < len(tokens)}
+    if len(set(tokens)) < len(tokens):
+        raise CheckpointError("metadata: tokenizer.ggml.tokens has a token twice")
     _write_converted(metadata, tokens, special, directory)
 
 
@@ -71,55 +69,87 @@ def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> list[Any] | 
 
 
 def _write_converted(metadata: Mapping[str, Any], tokens: list[str], special: Mapping[str, str], directory: Path) -> None:
-    from transformers import PreTrainedTokenizerFast  # here and below: transformers takes over a second
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
-
-    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
-    if kind not in (_BYTE_LEVEL, _SENTENCE_PIECE):
-        raise CheckpointError(f"tokenizer.ggml.model is {shown(kind)}; {_BYTE_LEVEL} and {_SENTENCE_PIECE} are read")
-    found: dict[str, Any] = {
-        "tokenizer_type": kind,
-        "pre_tokenizer_type": _SAME_SPLIT.get(str(split), split),
-        "tokens": tokens,
-        "scores": _numbers(metadata, "scores", len(tokens)),
-        "token_type": _numbers(metadata, "token_type", len(tokens)),
-    }
-    if "tokenizer.ggml.merges" in metadata:
-        found["merges"] = _strings(metadata, "merges")
-    backend: Any = convert_gguf_tokenizer(str(metadata.get("general.architecture")), found)[0]
-    if kind == _BYTE_LEVEL:
-        _split_as(backend, str(split))
-    adds_begin = metadata.get("tokenizer.ggml.add_bos_token", kind == _SENTENCE_PIECE)
-    adds_end = metadata.get("tokenizer.ggml.add_eos_token", False)
-    made: Any = PreTrainedTokenizerFast
-    tokenizer = made(
-        tokenizer_object=backend,
-        **special,
-        add_bos_token=adds_begin is True and "bos_token" in special,
-        add_eos_token=adds_end is True and "eos_token" in special,
-        clean_up_tokenization_spaces=False,
-    )
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in _BUILDERS:
+        raise CheckpointError(f"tokenizer.ggml.model is {shown(kind)}; {' and '.join(_BUILDERS)} are read")
+    backend = _BUILDERS[kind](metadata, tokens)
+    types = _numbers(metadata, "token_type", len(tokens)) or [0] * len(tokens)
+    controls = [token for token, number in zip(tokens, types, strict=True) if number == _CONTROL]
+    given = [token for token, number in zip(tokens, types, strict=True) if number == _USER_DEFINED]
+    backend.add_special_tokens([_added(token, True) for token in dict.fromkeys((*controls, *special.values()))])
+    backend.add_tokens([_added(token, False) for token in given if token not in special.values()])
+    is_begun = kind == SENTENCE_PIECE or metadata.get("tokenizer.ggml.pre") in WHOLE_TOKENS_FIRST
+    begins = metadata.get("tokenizer.ggml.add_bos_token", is_begun) is True
+    ends = metadata.get("tokenizer.ggml.add_eos_token", False) is True
+    _surround(backend, special.get("bos_token") if begins else None, special.get("eos_token") if ends else None)
     template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        tokenizer.chat_template = template
-    tokenizer.save_pretrained(directory)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+    write_json(
+        directory / "tokenizer_config.json", config | ({"chat_template": template} if isinstance(template, str) else {})
+    )
+    backend.save(str(directory / "tokenizer.json"))
 
 
-def _split_as(backend: Any, split: str) -> None:
-    """Set how text is cut before merging, where transformers has no pattern for it.
-
-    Raises CheckpointError for a value whose meaning is not known, because other cuts give other tokens.
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+    """Return the byte-level tokenizer. Raises CheckpointError if it is not known how it cuts a text, because other cuts give
+    other tokens.
     """
-    from tokenizers import pre_tokenizers
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if split in _PLAIN_SPLITS:
-        backend.pre_tokenizer = bytes_alone
-    elif split in _DIGITS_ALONE:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_alone])
-    elif _SAME_SPLIT.get(split, split) not in GGUF_PRE_TOKENIZER_SPLITS:
+    name = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(name, str) or name not in SPLITS:
         raise CheckpointError(
-            f"tokenizer.ggml.pre is {shown(split)}, which is not known; put the model's tokenizer.json and "
+            f"tokenizer.ggml.pre is {shown(name)}, which is not known; put the model's tokenizer.json and "
             "tokenizer_config.json beside the file"
         )
+    merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "merges")]
+    if wrong := [merge for merge in merges if len(merge) != 2]:
+        raise CheckpointError(f"metadata: tokenizer.ggml.merges has {shown(' '.join(wrong[0]))}, which is not a pair")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    model: Any = models.BPE(vocabulary, merges, ignore_merges=name in WHOLE_TOKENS_FIRST)
+    tokenizer = Tokenizer(model)
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS[name]]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+    """Return a tokenizer as transformers converts it: its merges are found from the scores of the pieces."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import sentencepiece_tokenizer  # takes over a second
+
+    found: dict[str, Any] = {"tokens": tokens, "scores": _numbers(metadata, "scores", len(tokens))}
+    if found["scores"] is None:
+        raise CheckpointError("metadata: tokenizer.ggml.scores is missing")
+    if "tokenizer.ggml.merges" in metadata:
+        found["merges"] = _strings(metadata, "merges")
+    backend: Any = sentencepiece_tokenizer(found).backend_tokenizer
+    if metadata.get("tokenizer.ggml.add_space_prefix", True) is False:
+        backend.pre_tokenizer.prepend_scheme = "never"
+    return backend
+
+
+_BUILDERS: dict[Any, Callable[[Mapping[str, Any], list[str]], Any]] = {
+    BYTE_LEVEL: _byte_level,
+    SENTENCE_PIECE: _sentence_piece,
+}
+
+
+def _added(token: str, special: bool) -> Any:
+    from tokenizers import AddedToken
+
+    return AddedToken(token, normalized=False, special=special)
+
+
+def _surround(backend: Any, begin: str | None, end: str | None) -> None:
+    """Add a token before and one after every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    if begin is None and end is None:
+        return
+    pieces = [token for token in (begin, "$A", end) if token is not None]
+    pair = [*pieces, *(f"{'$B' if piece == '$A' else piece}:1" for piece in pieces)]
+    special = [(token, backend.token_to_id(token)) for token in {begin, end} if token is not None]
+    backend.post_processor = TemplateProcessing(single=pieces, pair=pair, special_tokens=special)
