@@ -20,6 +20,7 @@ import cli
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer, load_transformers_tokenizer
 from engine.errors import CheckpointError
+from engine.families.gguf_splits import SPLITS
 
 TEXTS = ("The quick brown fox, don't!", "héllo\n\n  12345 🚀", "<s>a</s>", "")
 
@@ -80,6 +81,15 @@ def test_a_tokenizer_beside_the_file_takes_the_place_of_an_unknown_one(workplace
     assert load_tokenizer(Checkpoint(tmp_path / "m.gguf"))("ab") == load_tokenizer(Checkpoint(workplace / "model"))("ab")
 
 
+def test_patterns_are_those_of_transformers() -> None:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    both = GGUF_PRE_TOKENIZER_SPLITS.keys() & SPLITS.keys()
+    assert len(both) > 15 and {name: SPLITS[name] for name in both} == {
+        name: (GGUF_PRE_TOKENIZER_SPLITS[name],) for name in both
+    }
+
+
 LETTERS = ["a"] * 300
 DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"ggml.tokens": None}, "has no tokenizer"),
@@ -88,7 +98,8 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"ggml.tokens": ["a", "b"], "ggml.token_type": None}, "another model"),
     ({"ggml.tokens": ["a" * 5_000]}, "more than 4096 characters"),
     ({"ggml.token_type": [1, 2]}, "one number for each"),
-    ({"ggml.merges": ["a b c"]}, "cannot be read"),
+    ({"ggml.tokens": ["a"] * 264, "ggml.token_type": None}, "a token twice"),
+    ({"ggml.merges": ["a b c"]}, "not a pair"),
     ({"ggml.merges": ["nothing known"]}, "cannot be read"),
     ({"ggml.model": "bert"}, "'bert'"),
     ({"ggml.eot_token_id": 264}, "no token of the model"),
