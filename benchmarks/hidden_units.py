@@ -122,8 +122,10 @@ def run_one(model: str, method: str, seed: int, count: int, samples: int) -> dic
 
 
 def losses_of(figures: dict[str, Any], model: str, method: str, key: str) -> Losses | None:
-    """Return the losses of a cell on each window, averaged over the seeds; None where no run has the cell."""
-    own = [run["cells"] for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
+    """Return the losses of a cell on each window, averaged over the method's seeds; None where no run has the cell."""
+    seeds = seeds_of(figures, method)
+    runs = [run for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
+    own = [run["cells"] for run in runs if run["seed"] in seeds]
     summed = torch.tensor([cells[key]["losses"] for cells in own if key in cells], dtype=torch.float64)
     return Losses(summed.mean(0), LENGTH - 1) if len(summed) else None
 
@@ -159,7 +161,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def seeds_of(figures: dict[str, Any], method: str) -> set[int]:
-    """Return the seeds with which a method ran on every model."""
+    """Return the seeds with which a method ran on every model, so that all columns have as many."""
     models = {run["model"] for run in figures["runs"]}
     ran = {(run["model"], run["seed"]) for run in figures["runs"] if run["method"] == method}
     return {seed for _, seed in ran if all((model, seed) in ran for model in models)}

@@ -25,7 +25,15 @@ HERE = Path(__file__).resolve().parent
 ENGINE = ("engine/kernels", "engine/decoder", "engine/generation", "engine/batching")
 MEMORY = ("engine/checkpoint", "engine/decoder", "engine/generation", "engine/kernels", "engine/passes")
 SERVER = (*ENGINE, "engine/server")
-PRUNING = ("calibrate", "compress/methods", "compress/plans", "compress/prune.py", "engine/decoder", "engine/passes")
+PRUNING = (
+    "calibrate",
+    "compress/methods",
+    "compress/plans",
+    "compress/refit",
+    "compress/prune.py",
+    "engine/decoder",
+    "engine/passes",
+)
 DENSE = ("calibrate", "compress/dense", "compress/training", "engine/decoder")
 RECIPES = ("compress/distill.py", "compress/distillation", "compress/training", "engine/decoder", "engine/generation")
 CLASSIFIERS = ("compress/classifiers", "compress/training", "engine/transformers_models")

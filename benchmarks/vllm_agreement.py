@@ -30,8 +30,9 @@ PROMPTS = (
     "with open(path) as file:\n",
 )
 RESULTS_OF_DEMO = {
-    "50 %, uniform": ("prune", "demo", "--sparsity", "0.5", "--uniform"),
-    "50 %, non-uniform": ("prune", "demo", "--sparsity", "0.5"),
+    "50 % of the units, uniform": ("prune", "demo", "--sparsity", "0.5", "--uniform"),
+    "50 % of the experts, uniform": ("prune", "demo", "--sparsity", "0.5", "--granularity", "expert", "--uniform"),
+    "50 % of the experts, non-uniform": ("prune", "demo", "--sparsity", "0.5", "--granularity", "expert"),
     "made dense, 2 FFNs": ("densify", "demo", "--ffns", "2"),
 }
 DTYPES = ("float32", "bfloat16")

@@ -146,11 +146,13 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         name = checkpoint.config.architecture.model_type
         raise OptionError(f"min-experts is {budget.min_experts}; the router of a {name} takes {needed} in each layer")
     if budget.granularity != "expert":
-        return _checked_unit_budget(budget, checkpoint.config, options.merge)
+        return _checked_unit_budget(budget, checkpoint.config, options)
     if budget.unit_multiple is not None:
         raise OptionError(f"{options.method} removes whole experts; leave out --unit-multiple, or add --granularity unit")
     if budget.include:
         raise OptionError(f"{options.method} removes whole experts; leave out --include, or add --granularity unit")
+    if options.refit.correct:
+        check_width(checkpoint.config)
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))
     if budget.scope == "uniform" and not method.keeps_groups and groups_of(checkpoint.config):
@@ -168,9 +170,9 @@ def _other_granularity(method: str, granularity: str) -> str:
     return f"{method} scores {scored}; with --granularity {granularity}, give --method {' or '.join(fitting)}"
 
 
-def _checked_unit_budget(budget: Budget, config: DecoderConfig, merge: str) -> Budget:
+def _checked_unit_budget(budget: Budget, config: DecoderConfig, options: PruneOptions) -> Budget:
     """Return the budget of hidden units with its multiple. Raises OptionError where it does not fit the model."""
-    if merge != "none":
+    if options.merge != "none":
         raise OptionError("hidden units are dropped, not merged; leave out --merge, or give --granularity expert")
     if budget.sparsity is None:
         raise OptionError("--experts counts whole experts; say by --sparsity which share of the hidden units to remove")
@@ -183,8 +185,21 @@ def _checked_unit_budget(budget: Budget, config: DecoderConfig, merge: str) -> B
         raise OptionError(f"include is {lacking[0]!r}, and this model has {network}; leave it out of --include")
     include = tuple(kind for kind in INCLUDED if kind in budget.include)
     widths = config.ffn_widths(include)
-    multiple = default_multiple(widths) if budget.unit_multiple is None else budget.unit_multiple
-    check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts, config.experts_by_layer)
+    scheme = None if options.quantiser is None else options.quantiser.scheme
+    fits = (lambda units: True) if scheme is None else scheme.fits
+    multiple = default_multiple(widths, fits) if budget.unit_multiple is None else budget.unit_multiple
+    if multiple >= 1 and not fits(multiple):
+        needed = default_multiple(widths, fits)
+        raise OptionError(
+            f"unit-multiple is {multiple}, and rounded weights of {multiple} hidden units do not fill whole groups; take "
+            f"--unit-multiple {needed}, or another --group-size"
+        )
+    try:
+        check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts, config.experts_by_layer)
+    except OptionError as error:
+        if scheme is None:
+            raise
+        raise OptionError(f"{error}; with --bits, a multiple below {multiple} needs a smaller --group-size") from error
     return replace(budget, unit_multiple=multiple, include=include)
 
 
@@ -214,9 +229,8 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     if options.plan is not None:
         plan = plan_from_json(load_json(options.plan, "plan"))
         check_fits(plan, checkpoint)
-    removed = granularity(plan) if budget is None and plan is not None else budget and budget.granularity
-    if options.refit.correct and removed == "expert":
-        check_width(checkpoint.config)
+        if options.refit.correct and granularity(plan) == "expert":
+            check_width(checkpoint.config)
     prepared = prepare(options, checkpoint)
     texts = (prepared.tokens_SL[:0], prepared.tokens_SL[:0])
     if steps := options.distill.steps:

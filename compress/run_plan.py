@@ -18,6 +18,7 @@ from calibrate.options import CalibrationOptions
 from compress.cost.counts import OperationCounts, Passes
 from compress.cost.devices import DEVICES, Device, measured
 from compress.cost.phases import PassCosts, Phase, Planned, Resident, kept_of, perplexity_phase, statistics_phase
+from compress.methods import METHODS
 from compress.methods.criterion import criterion_of
 from compress.options.plan_run import RunOptions
 from compress.report.figures import PhaseFigures, PlanRunFigures
@@ -158,7 +159,8 @@ def planned_phases(
     assert calibration.sequence_length is not None
     length, weights = calibration.sequence_length, Resident(model, dtype, device)
     before = Passes(model.config, dtype.itemsize, model.bytes_per_weight)
-    after = Passes(smaller(model.config, options.sparsity), dtype.itemsize, model.bytes_per_weight)
+    result = smaller(model.config, options.sparsity, METHODS[options.method].granularity)
+    after = Passes(result, dtype.itemsize, model.bytes_per_weight)
     held_out, tokens = calibration.evaluation_samples * length, calibration.samples * length
     yield Phase("checking weights", OperationCounts(read_bytes=before.file_bytes), 64 << 20)
     if held_out:
@@ -174,11 +176,14 @@ def planned_phases(
     yield Phase("pictures", OperationCounts(), 64 << 20, fixed + each * len(model.config.moe_layers))
 
 
-def smaller(config: DecoderConfig, sparsity: float) -> DecoderConfig:
-    """Return the result's config, with every layer cut by the same share."""
+def smaller(config: DecoderConfig, sparsity: float, granularity: str) -> DecoderConfig:
+    """Return the result's config, with every layer cut by the same share of its experts, or of their hidden units."""
     layers = []
     for layer in config.layers:
-        if layer.moe is not None:
+        if layer.moe is not None and granularity == "unit":
+            width = kept_of(layer.moe.expert_width, sparsity)
+            layer = replace(layer, moe=replace(layer.moe, expert_width=width, expert_widths=()))
+        elif layer.moe is not None:
             kept = max(layer.moe.experts_per_token, kept_of(layer.moe.experts, sparsity))
             layer = replace(layer, moe=replace(layer.moe, experts=kept, groups=layer.moe.groups[:kept]))
         layers.append(layer)

@@ -92,6 +92,15 @@ FINE_GRAINED = {
     "routed_scaling_factor": 1.7,
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
+DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "partial_rotary_factor": 0.5,
+}
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek": {},
     "deepseek_v2": LATENT | FINE_GRAINED | GROUPS | {"topk_method": "group_limited_greedy"},
@@ -124,6 +133,29 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_alpha_factor": 1.2,
         "mlp_beta_factor": 0.7,
     },
+    "qwen3_next": DELTA
+    | {
+        "num_experts_per_tok": 2,
+        "num_experts": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [2],
+    },
+    "qwen3_5_moe_text": DELTA
+    | {
+        "num_experts_per_tok": 2,
+        "num_experts": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "qwen3_5_text": DELTA,
     "llama4_text": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,

@@ -12,10 +12,15 @@ def show_figures(given: Given, figures: Figures) -> Figures:
     given.say(table(_rows(figures)))
     if figures["experts_per_layer"]:
         given.say(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
-    if (refit := figures.get("refit")) and "error_per_layer" in refit:
+    refit = figures.get("refit")
+    if refit and "error_per_layer" in refit:
         errors = zip(refit["error_without_per_layer"], refit["error_per_layer"], strict=True)
         layers = [f"{before:.1%} {after:.1%}" for before, after in errors if after is not None]
         given.say(f"output error of each layer, before and after the refit: {', '.join(layers) or 'not measured'}")
+    elif refit:
+        pairs = zip(refit["drift_before_per_layer"], refit["drift_per_layer"], strict=True)
+        layers = [f"{before:.2%} {after:.2%}" for before, after in pairs if after is not None]
+        given.say(f"error after each layer, before and after its correction: {', '.join(layers) or 'not measured'}")
     if bits := figures.get("weight_bits"):
         share, off = figures["bytes_not_quantized_share"], figures["relative_weight_error"]
         given.say(f"weights of {bits} bits are off by {off or 0:.2%}; {share:.0%} of the bytes keep their dtype")

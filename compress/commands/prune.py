@@ -12,14 +12,13 @@ from compress.methods import DEFAULT_GRANULARITY, DEFAULT_METHODS, METHODS
 from compress.options.compare import PICTURE_SEQUENCES, CompareOptions
 from compress.options.presets import PresetOptions
 from compress.options.prune import DiepOptions, PruneOptions
-from compress.options.refit import RefitOptions
 from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from compress.report.columns import text_table
 from engine.errors import OptionError
 from engine.options import names, option
 
-UNIT_OPTIONS = (names(RefitOptions) - {"correct", "ridge"}) | {"unit_multiple", "include"}
+UNIT_OPTIONS = {"refit", "unit_multiple", "include"}
 """Options that only methods for hidden units use."""
 EXPERT_OPTIONS = {"experts", "min_experts", "merge", "naee_limit", "statistics", "plan"}
 """Options that only methods for whole experts use, and `--plan`, with which no method decides."""

@@ -17,7 +17,6 @@ import torch
 
 from calibrate.collect import SIMILARITY_TOKENS
 from compress.cost.devices import Device
-from engine.decoder.lightning_attention import BLOCK
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import MoeConfig
 from engine.families.tensor_shapes import expected_tensors, expert_shapes, layer_tensors
@@ -124,15 +123,15 @@ class Passes:
         if layer.moe is not None:
             idle = layer.moe.experts - (layer.moe.experts_per_token if slots is None else slots)
             active -= idle * _expert_weights(config, index)
-        return 2.0 * (active + config.attention_heads * sum(self._head_sizes) * self.keys(index, length))
+        return 2.0 * (active + self._heads(index) * sum(self._head_sizes(index)) * self.keys(index, length))
 
     def keys(self, index: int, length: int) -> float:
         """Return the mean number of positions that a token attends to, its own included, over a sequence.
 
-        With lightning attention these are its block, and up to E further positions for the state.
+        With linear attention this is the number of positions that cost as much.
         """
-        if self.config.layers[index].is_lightning:
-            return min(BLOCK, length) + self.config.head_dimension
+        if (linear := self.config.layers[index].linear) is not None:
+            return linear.positions(length)
         window = self.config.layers[index].window
         if window is None or (size := window if isinstance(window, int) else window.size) >= length:
             return (length + 1) / 2
@@ -140,8 +139,13 @@ class Passes:
             return (size * (size + 1) / 2 + (length - size) * size) / length
         return (size + 1) / 2
 
-    @property
-    def _head_sizes(self) -> tuple[int, int]:
+    def _heads(self, index: int) -> int:
+        linear = self.config.layers[index].linear
+        return self.config.attention_heads if linear is None else linear.heads
+
+    def _head_sizes(self, index: int) -> tuple[int, int]:
+        if (linear := self.config.layers[index].linear) is not None:
+            return linear.key_dimension, linear.value_dimension
         latent = self.config.latent
         return self.config.head_dimension, self.config.head_dimension if latent is None else latent.value_dimension
 
@@ -149,8 +153,10 @@ class Passes:
         """Return the bytes per token that a layer's forward pass moves between its products."""
         config, hidden = self.config, self.config.hidden_size
         width, met = _slots(config, index, slots)
+        linear = config.layers[index].linear
         heads = (config.attention_heads + 2 * config.key_value_heads) * config.head_dimension
-        scores = config.attention_heads * self.keys(index, length)
+        heads = heads if linear is None else linear.projected
+        scores = self._heads(index) * self.keys(index, length)
         elements = RESIDUAL_VECTORS * hidden + SLOT_VECTORS * met * hidden + WIDTH_VECTORS * met * width
         return self.bytes_per_element * (elements + HEAD_VECTORS * heads + SCORE_PASSES * scores)
 
@@ -244,6 +250,14 @@ class Passes:
             calls=moe.experts * EXPERT_CALLS,
         )
 
+    def brain_surgeon(self) -> OperationCounts:
+        """Return the counts of the ranking by compress/methods/unit_obs.py: an inverse of each expert's F × F moments, which
+        is then reduced block by block.
+        """
+        widths = [layer.moe.widths for layer in self.config.layers if layer.moe is not None]
+        flops = sum(5 / 3 * width**3 for own in widths for width in own)
+        return OperationCounts(double_flops=flops, calls=sum(map(len, widths)))
+
     def refit(self, kept: float, ridges: int) -> OperationCounts:
         """Return the counts of the refit of every expert (compress/methods/least_squares.py).
 
@@ -256,11 +270,11 @@ class Passes:
         if moe is None:
             return OperationCounts()
         width, gone = kept * moe.expert_width, (1.0 - kept) * moe.expert_width
-        right_sides, shares = 3 * 2.0 * width * gone * hidden, 2.0 * (moe.expert_width**2 + gone**2) * hidden
+        right_sides, shares = 5 * 2.0 * width * gone * hidden, 2.0 * (moe.expert_width**2 + gone**2) * hidden
         return OperationCounts(
             single_flops=moe.experts * shares,
             double_flops=moe.experts * (right_sides + _least_squares_flops(width, hidden, ridges)),
-            read_bytes=2 * 8.0 * moe.experts * moe.expert_width**2,
+            read_bytes=4 * 8.0 * moe.experts * moe.expert_width**2,
             calls=moe.experts,
         )
 

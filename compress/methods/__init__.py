@@ -54,7 +54,7 @@ DEFAULT_METHODS = {"expert": "fisher", "unit": "unit-obs", "both": "unit-obs"}
 docs/hidden-units.md. For whole experts, DiEP's search from gate Fisher costs many times as much and is within noise of it.
 """
 DEFAULT_GRANULARITY = "unit"
-"""The level of `compress prune` without `--granularity`: units cost a fraction of what whole experts cost in quality."""
+"""`--granularity` of `compress prune` by default: units cost a fraction of what whole experts cost in quality."""
 DEFAULT_MERGE_METHOD = "ream"
 
 

@@ -174,7 +174,7 @@ def best_ridge(errors_of: Callable[[Sequence[float]], dict[float, float]]) -> tu
     """Return the ρ of RIDGES with the smallest error, and its error.
 
     errors_of: returns the error of each ρ that it is given. It is asked for three of them, and then for those beside the
-    best until both neighbors are worse: an error has one minimum along ρ, and each ρ costs a factorization.
+    best until both neighbors are worse, because each ρ costs a factorization. Usually there is no other minimum.
     """
     errors = errors_of(FIRST_RIDGES)
     while True:

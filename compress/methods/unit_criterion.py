@@ -25,8 +25,8 @@ from engine.families.experts import DOWN
 from engine.families.tensor_names import ffn_tensor
 from engine.passes.memory_need import MemoryDemand
 
-KEPT = 0.5
-"""Share of hidden units for which costs are planned: they fall with it, and a plan of costs has no sparsity."""
+INVERSE_MATRICES = 6
+"""F × F matrices in float64 that are held at a time while the brain surgeon ranks the units of an expert."""
 RIDGES_TRIED = len(FIRST_RIDGES) + 1
 """Number of ridges for which costs are planned."""
 UnitScores = Mapping[int, Sequence[Tensor]]
@@ -34,8 +34,15 @@ UnitScores = Mapping[int, Sequence[Tensor]]
 scores are kept."""
 
 
-def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool) -> Criterion:
-    """Return the criterion of scores of hidden units. gradients: whether they need a backward pass."""
+def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool, inverts: bool = False) -> Criterion:
+    """Return the criterion of scores of hidden units.
+
+    gradients: whether they need a backward pass. inverts: whether they need the inverse of each expert's moments.
+    """
+
+    def most_bytes(config: DecoderConfig, include: tuple[str, ...] = ()) -> int:
+        widest = max(width for own in config.ffn_widths(include).values() for width in own)
+        return max(held_bytes(config, include), inverts * INVERSE_MATRICES * 8 * widest**2)
 
     def plan(run: MethodRun) -> Plan:
         budget, config = run.prepared.budget, run.prepared.checkpoint.config
@@ -49,23 +56,26 @@ def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool
 
     def memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
         include = () if options.budget is None else options.budget.include
-        return replace(demand.with_other(held_bytes(config, include)), gradients=gradients)
+        return replace(demand.with_other(most_bytes(config, include)), gradients=gradients)
 
     def phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
         if gradients:
             yield gradient_phase(costs, own_samples=True)
         yield moments_phase(costs)
-        yield Phase("refit", costs.passes.refit(KEPT, RIDGES_TRIED), held_bytes(costs.passes.config))
-        yield correction_phase(costs)
+        if inverts:
+            yield Phase("ranking of hidden units", costs.passes.brain_surgeon(), most_bytes(costs.passes.config))
+        kept = 1.0 - options.sparsity
+        yield Phase("refit", costs.passes.refit(kept, RIDGES_TRIED), held_bytes(costs.passes.config))
+        yield correction_phase(costs, kept)
 
     return Criterion(plan, phases, memory)
 
 
-def correction_phase(costs: PassCosts) -> Phase:
-    """Return the phase of the correction after the refit."""
+def correction_phase(costs: PassCosts, kept: float) -> Phase:
+    """Return the phase of the correction after the refit. kept: share of hidden units that stay."""
     passes = costs.passes
     memory = costs.weights.layer(passes) + costs.streaming_bytes + held_bytes(passes.config)
-    return Phase("correction", passes.correction(costs.tokens, costs.length, KEPT, RIDGES_TRIED), memory)
+    return Phase("correction", passes.correction(costs.tokens, costs.length, kept, RIDGES_TRIED), memory)
 
 
 def moments_phase(costs: PassCosts) -> Phase:

@@ -73,4 +73,4 @@ def obs_scores(run: MethodRun) -> UnitScores:
     return scores
 
 
-UNIT_OBS = unit_criterion(obs_scores, gradients=True)
+UNIT_OBS = unit_criterion(obs_scores, gradients=True, inverts=True)

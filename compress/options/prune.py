@@ -205,7 +205,7 @@ class PruneOptions(JobOptions):
         ),
     )
     shard: bool = option(
-        False, group="Machine", help="For diep, fisher and taylor: spread MODEL over the processes (FSDP2)."
+        False, group="Machine", help="For methods that need gradients: spread MODEL over the processes (FSDP2)."
     )
 
     def deciding(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class MergeOptions(PruneOptions):
     merge: str = unlisted(PruneOptions, "merge")
     naee_limit: int = unlisted(PruneOptions, "naee_limit")
     diep: DiepOptions = unlisted(PruneOptions, "diep")
-    refit: RefitOptions = part(RefitOptions, refit=left_out())
+    refit: RefitOptions = part(RefitOptions, refit=left_out(), ridge=left_out(), correct=changed(False, unset=None))
     plan: Path | None = unlisted(PruneOptions, "plan")
     quantiser: QuantiserOptions | None = unlisted(PruneOptions, "quantiser")
     shard: bool = unlisted(PruneOptions, "shard")

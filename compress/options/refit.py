@@ -41,7 +41,7 @@ class RefitOptions:
         check(self)
 
     def corrects(self, units_leave: bool) -> bool:
-        """Return whether a result without some hidden units, or else without some experts, is corrected."""
+        """Return whether the result is corrected. units_leave: whether it lacks hidden units, not whole experts."""
         return units_leave and self.refit if self.correct is None else self.correct
 
     def check(self) -> None:

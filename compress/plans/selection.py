@@ -33,7 +33,7 @@ LARGEST_MULTIPLE = 64
 class Budget:
     """How many experts may stay, and over which experts scores are ranked."""
 
-    sparsity: float | None = option(None, group=REMOVE, help="Share of all experts to remove, between 0 and 1.")
+    sparsity: float | None = option(None, group=REMOVE, help="Share of the experts' parameters to remove, between 0 and 1.")
     experts: int | None = option(
         None, group=REMOVE, help="Experts to keep per layer, on average for scope global, instead of --sparsity."
     )

@@ -11,7 +11,7 @@ Shape suffixes: F expert width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,11 +44,16 @@ class Block(NamedTuple):
     size: int
 
 
-def default_multiple(widths: Widths) -> int:
-    """Return the largest power of two, up to LARGEST_MULTIPLE, with which every FFN has LEAST_BLOCKS blocks or more."""
+def default_multiple(widths: Widths, fits: Callable[[int], bool] = lambda multiple: True) -> int:
+    """Return the largest power of two, up to LARGEST_MULTIPLE, with which every FFN has LEAST_BLOCKS blocks or more.
+
+    fits: whether the weights of an FFN can be stored with a number of hidden units. The result is the next number that fits,
+    where one up to the narrowest FFN does.
+    """
     narrowest = min(width for own in widths.values() for width in own)
     powers = takewhile(lambda power: power <= min(LARGEST_MULTIPLE, narrowest / LEAST_BLOCKS), (2**n for n in count()))
-    return max(powers, default=1)
+    usual = max(powers, default=1)
+    return next(filter(fits, range(usual, narrowest + 1)), usual)
 
 
 def check_units(

@@ -74,8 +74,7 @@ def check_width(config: DecoderConfig) -> None:
     widest = max(map(max, config.ffn_widths().values()))
     if widest > WIDEST_GRAM:
         raise OptionError(
-            f"experts have {widest} hidden units, and a correction takes at most {WIDEST_GRAM}; leave out --correct, or "
-            "remove hidden units (--granularity unit)"
+            f"experts have {widest} hidden units, and a correction takes at most {WIDEST_GRAM}; leave out --correct"
         )
 
 

@@ -37,7 +37,14 @@ from engine.decoder.model import DecoderLayer
 from engine.decoder.parameters import attention_parameters
 from engine.decoder.routing import select
 from engine.families.config import DecoderConfig
-from engine.families.tensor_names import dense_tensor, expert_tensor, shared_gate_tensor, shared_tensor
+from engine.families.tensor_names import (
+    NEVER_ROUNDED,
+    attention_prefix,
+    dense_tensor,
+    expert_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+)
 from engine.families.tensor_shapes import noise_tensors, router_tensors
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
@@ -48,8 +55,8 @@ from engine.passes.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))
 """Grid of α. With α = 0 nothing is scaled, so the result is never worse than without scales on the sample."""
-READ_THE_NORM = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-"""Matrices of attention, ordinary and latent, whose input is the output of the norm before it."""
+READ_THE_NORM = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "in_proj_qkvz", "in_proj_qkv", "in_proj_z")
+"""Matrices of attention of any kind whose input is the output of the norm before it."""
 SAMPLE_TOKENS = 2048
 """Number of tokens whose activations are kept, for one layer at a time."""
 
@@ -62,6 +69,8 @@ class Fold(NamedTuple):
     readers: tuple[str, ...]
     """Tensors whose columns are multiplied by s."""
     s_D: Tensor
+    zero_centered: bool = False
+    """Whether the entries of `before` are stored as their differences from 1."""
 
 
 @dataclass
@@ -93,9 +102,21 @@ class Rescaling:
             return columns if rows is None else rows
         return rows * columns
 
+    @cached_property
+    def _zero_centered(self) -> frozenset[str]:
+        return frozenset(name for fold in self.folds if fold.zero_centered for name in fold.before)
+
+    def rescaled(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor that keeps its dtype, times the factor that was folded into it."""
+        factor = self.factor(name, tensor)
+        if factor is None:
+            return tensor
+        one = 1.0 if name in self._zero_centered else 0.0
+        return ((tensor.float() + one) * factor - one).to(tensor.dtype)
+
     def save(self, path: Path) -> None:
         """Write the file. An existing file is replaced only when the new one is complete."""
-        names = [[fold.before, fold.readers] for fold in self.folds]
+        names = [[fold.before, fold.readers, fold.zero_centered] for fold in self.folds]
         about = json.dumps({"names": names, "exponents": list(self.exponents.items()), "errors": self.errors})
         tensors = {f"s.{number}": fold.s_D for number, fold in enumerate(self.folds)}
         write_state(path, tensors, {"activation_scales": about}, "scales of activations")
@@ -107,8 +128,8 @@ def load_rescaling(path: Path) -> Rescaling:
         check_digest(file)
         about = json.loads(file.metadata["activation_scales"])
         folds = [
-            Fold(tuple(before), tuple(readers), file.tensor(f"s.{number}").clone())
-            for number, (before, readers) in enumerate(about["names"])
+            Fold(tuple(before), tuple(readers), file.tensor(f"s.{number}").clone(), *zero_centered)
+            for number, (before, readers, *zero_centered) in enumerate(about["names"])
         ]
     return Rescaling(folds, dict(about["exponents"]), [(before, after) for before, after in about["errors"]])
 
@@ -182,12 +203,14 @@ class LayerSearch:
         """Return α of attention's input."""
         if layer.residuals is not None:
             return 0.0  # the residual connection reads the norm too
-        prefix = f"model.layers.{self.index}"
-        own = {f"{prefix}.self_attn.{name}": weight for name, weight in attention_parameters(layer.attention)}
-        names = [f"{prefix}.self_attn.{name}.weight" for name in READ_THE_NORM]
-        names = [name for name in names if name in own]
-        alpha, s_D = self._best(x_TD, [(own[name], x_TD) for name in names], names[0])
-        self._fold(self._norm("input_layernorm"), names, s_D)
+        prefix = attention_prefix(self.config, self.index)
+        own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(layer.attention)}
+        rounded = [f"{prefix}.{name}.weight" for name in READ_THE_NORM]
+        rounded, others = (
+            [name for name in names if name in own] for names in (rounded, [f"{prefix}.{name}" for name in NEVER_ROUNDED])
+        )
+        alpha, s_D = self._best(x_TD, [(own[name], x_TD) for name in rounded], rounded[0])
+        self._fold(self._norm("input_layernorm"), [*rounded, *others], s_D, self.config.zero_centered)
         return alpha
 
     def feed_forward(self, block: MoeBlock | Expert, x_TD: Tensor) -> list[float]:
@@ -198,7 +221,8 @@ class LayerSearch:
         matrices = [(as_tensor(weight), rows_TD) for _, ffn, rows_TD in used for weight in ffn.projections[:2]]
         alpha, s_D = self._best(x_TD, matrices, used[0][0][0])
         readers = [name for names, _, _ in self._ffns(block, x_TD) for name in names[:2]]
-        self._fold(self._norm("post_attention_layernorm"), [*readers, *self._unrounded()], s_D)
+        norm = self._norm("post_attention_layernorm")
+        self._fold(norm, [*readers, *self._unrounded()], s_D, self.config.zero_centered)
         return [alpha, sum(self._down(*each) for each in used) / len(used)]
 
     def _norm(self, name: str) -> list[str]:
@@ -247,9 +271,9 @@ class LayerSearch:
         self.found.errors.append((float(error_A[0]), float(error_A[best])))
         return EXPONENTS[best], s_AD[best].cpu()
 
-    def _fold(self, before: Iterable[str], readers: Iterable[str], s_D: Tensor) -> None:
+    def _fold(self, before: Iterable[str], readers: Iterable[str], s_D: Tensor, zero_centered: bool = False) -> None:
         """Record that rows of `before` are divided by s, and columns of `readers` multiplied by it."""
-        self.found.folds.append(Fold(tuple(before), tuple(readers), s_D))
+        self.found.folds.append(Fold(tuple(before), tuple(readers), s_D, zero_centered))
 
 
 def candidates(x_TD: Tensor) -> Tensor:

@@ -35,8 +35,7 @@ class Quantiser:
 
     def rescaled(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor that keeps its dtype, times the factor that was folded into it."""
-        factor = self.rescaling.factor(name, tensor)
-        return tensor if factor is None else (tensor.float() * factor).to(tensor.dtype)
+        return self.rescaling.rescaled(name, tensor)
 
     def __call__(self, name: str, weight_OD: Tensor, scale_dtype: torch.dtype) -> QuantizedWeight:
         """Return a quantized weight."""

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,6 +176,12 @@ class TorchBackend:
         return self._engine.prefill(tokens_BL, None, self._cache).argmax(dim=-1, keepdim=True)
 
 
+def _cached_tensors(layer: Any) -> Iterator[Tensor]:
+    """Yield what a layer of transformers' cache holds: keys and values, or a convolution's inputs and a state."""
+    for value in vars(layer).values():
+        yield from (part for part in (value.values() if isinstance(value, dict) else [value]) if isinstance(part, Tensor))
+
+
 def _allow_recompiling(graphs: int) -> None:
     """Let torch.compile make so many graphs of one function; beyond its own limit of 8, further layers are not compiled.
 
@@ -222,7 +228,7 @@ class TransformersBackend:
     @property
     def kv_cache_bytes(self) -> int:
         layers = () if self._past is None else self._past.layers
-        return sum(part.numel() * part.element_size() for layer in layers for part in (layer.keys, layer.values))
+        return sum(part.numel() * part.element_size() for layer in layers for part in _cached_tensors(layer))
 
     def count_skips(self, counting: bool) -> None:
         pass

@@ -31,7 +31,7 @@ from engine.families.config import DecoderConfig
 from engine.families.resolve import decoder_config
 from engine.families.rotary_check import check_rotary
 from engine.families.table import ARCHITECTURES
-from engine.families.tensor_names import is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
+from engine.families.tensor_names import is_decay, is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
 from engine.families.tensor_shapes import (
     attention_weights,
     derived_tensors,
@@ -346,8 +346,10 @@ class Checkpoint(ModelDirectory):
         if self.gguf is not None:
             return self.gguf.prediction_layers
         names = [name for file in self.files for name in file.entries]
-        if any(is_prediction_tensor(self.config.architecture, name) for name in names):
-            return self.config.prediction_layers
+        own = [name for name in names if is_prediction_tensor(self.config.architecture, name)]
+        if own:  # some configs do not say how many there are
+            numbered = (re.search(r"\.layers\.(\d+)\.", name) for name in own)
+            return self.config.prediction_layers or len({found[1] for found in numbered if found is not None})
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
@@ -442,17 +444,18 @@ def in_parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
 
 
 def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the compute dtype of a tensor in a model of this dtype: at least float32 for a router's selection bias."""
+    """Return the compute dtype of a tensor in a model of this dtype: at least float32 for a router's selection bias and
+    for rates of decay."""
     import torch  # here: headers are read without it
 
-    return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
+    return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) or is_decay(name) else dtype
 
 
 def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
     """Return the file of each tensor of the language model; rename its entries to names without the wrapper."""
     for file in files:
         own = {name: entry for name, entry in file.entries.items() if not name.startswith(wrapper.others)}
-        file.entries = {name.removeprefix(wrapper.prefix): entry for name, entry in own.items()}
+        file.entries = {wrapper.own_name(name): entry for name, entry in own.items()}
     return {name: file for file in files for name in file.entries}
 
 

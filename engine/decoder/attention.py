@@ -121,7 +121,8 @@ class Attention(nn.Module):
         self.query_heads, self.key_heads = config.attention_heads, config.key_value_heads
         self.clip = config.clip_qkv
         self.epsilon = config.norm_epsilon
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.zero_centered = config.qk_norm, config.zero_centered
+        self.has_gate = config.output_gate
 
         def weight(name: str) -> nn.Parameter | QuantizedWeight:
             return frozen(tensor(f"{prefix}.{name}"))
@@ -144,6 +145,9 @@ class Attention(nn.Module):
         weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         choice = positions.choice
         projected = linears(x_BLD, weights, biases, choice)
+        gate = None
+        if self.has_gate:
+            projected[0], gate = self._without_gate(projected[0])
         query = self._paired(self._heads(projected[0], self.query_norm, self.query_heads, choice))
         key = self._paired(self._heads(projected[1], self.key_norm, self.key_heads, choice))
         value = self._heads(projected[2], None, self.key_heads, choice)
@@ -153,8 +157,7 @@ class Attention(nn.Module):
             if not self._is_turned_whole(positions):  # the kernel rotates whole heads only
                 query, key = (x.contiguous() for x in self._placed(query, key, positions))
                 angles = torch.ones_like(query[:1, :1]), torch.zeros_like(query[:1, :1])
-            mixed = self._attend_compiled(kernels, (query, key, value, *angles), cache)
-            return linear(mixed, self.output, self.output_bias, choice)
+            return self._finished(self._attend_compiled(kernels, (query, key, value, *angles), cache), gate, choice)
         query, key = self._placed(query, key, positions)
         if isinstance(cache, PagedBatch):
             cache.append(self.layer, key, value)
@@ -163,7 +166,18 @@ class Attention(nn.Module):
             kept: tuple[Kept, Kept] = (key, value) if cache is None else cache.append(self.layer, key, value)
             mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
-        return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias, choice)
+        return self._finished(mixed.transpose(1, 2).reshape(batch, length, -1), gate, choice)
+
+    def _without_gate(self, projected_BLX: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries of all heads, and the logits of their outputs' gates, which are stored head by head."""
+        query_BLHE, gate_BLHE = projected_BLX.unflatten(-1, (self.query_heads, -1)).chunk(2, dim=-1)
+        return query_BLHE.flatten(2), gate_BLHE.flatten(2)
+
+    def _finished(self, mixed_BLX: Tensor, gate_BLX: Tensor | None, choice: KernelChoice) -> Tensor:
+        """Return the output of attention from those of its heads."""
+        if gate_BLX is not None:
+            mixed_BLX = mixed_BLX * gate_BLX.sigmoid()
+        return linear(mixed_BLX, self.output, self.output_bias, choice)
 
     def _placed(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Apply the position-dependent operations to queries and keys."""
@@ -235,12 +249,12 @@ class Attention(nn.Module):
 
     def _heads(self, projected: Tensor, norm: Tensor | None, heads: int, choice: KernelChoice) -> Tensor:
         if norm is not None and self.qk_norm == "full":
-            projected = rms_norm(projected, norm, self.epsilon, choice)
+            projected = rms_norm(projected, norm, self.epsilon, choice, self.zero_centered)
         if self.clip is not None:
             projected = projected.clamp(-self.clip, self.clip)
         split = projected.view(*projected.shape[:2], heads, self.head_dimension)
         if norm is not None and self.qk_norm == "head":
-            split = rms_norm(split, norm, self.epsilon, choice)
+            split = rms_norm(split, norm, self.epsilon, choice, self.zero_centered)
         return split.transpose(1, 2)
 
 
@@ -383,15 +397,29 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
         yield start, end, total - length + end
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, choice: KernelChoice = TORCH) -> Tensor:
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    choice: KernelChoice = TORCH,
+    zero_centered: bool = False,
+) -> Tensor:
     """Return a layer norm if there is a bias (Ba et al. 2016), otherwise `rms_norm`."""
     if bias is None:
-        return rms_norm(x, weight, epsilon, choice)
+        return rms_norm(x, weight, epsilon, choice, zero_centered)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, choice: KernelChoice = TORCH) -> Tensor:
-    """Return x / rms(x) · weight over the last dimension, the mean square in float32 or better (Zhang & Sennrich 2019)."""
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, choice: KernelChoice = TORCH, zero_centered: bool = False) -> Tensor:
+    """Return x / rms(x) · weight over the last dimension, the mean square in float32 or better (Zhang & Sennrich 2019).
+
+    zero_centered: whether the weight is stored as its difference from 1. It is then multiplied by in float32 or better,
+    because half precision would round the sum.
+    """
+    if zero_centered:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(dtype), weight.shape, 1.0 + weight.to(dtype), epsilon).to(x.dtype)
     if (kernels := choice.for_any(x, weight)) is not None:
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)

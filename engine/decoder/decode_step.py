@@ -2,7 +2,8 @@
 
 For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
 compute the same products with the same rounding as `model.DecoderLayer`. Unsupported parts run through the layers:
-latent attention, routers other than the top-k of a softmax, partly rotated heads, observers of experts.
+latent and linear attention, output gates, zero-centered norms, routers other than the top-k of a softmax, partly rotated
+heads, observers of experts.
 
 Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
 """
@@ -168,6 +169,8 @@ def _serves(kernels: Any, layer: Any) -> bool:
     if not isinstance(attention, Attention) or layer.attention_norm_bias is not None or layer.residuals is not None:
         return False
     if not attention.rotates or attention.unit_norm or attention.pairs or attention.clip is not None:
+        return False
+    if attention.has_gate or layer.zero_centered:
         return False
     plain = [layer.attention_norm, layer.feed_forward_norm, *_attention_extras(attention)]
     matrices = [[attention.query, attention.key, attention.value, attention.output]]

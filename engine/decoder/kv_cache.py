@@ -45,9 +45,22 @@ def position_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
 Kept = Tensor | Scaled
 
 
-def state_shape(config: DecoderConfig) -> tuple[int, int, int, int]:
-    """Return the shape of a sequence's states: one matrix for each layer of lightning attention and each head."""
-    return len(config.lightning_layers), config.attention_heads, config.head_dimension, config.head_dimension
+States = tuple[Tensor, ...]
+"""The tensors of the state of one layer of linear attention, as `LinearConfig.state_shapes` says."""
+
+
+def zero_states(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, batch: tuple[int, ...] = ()
+) -> list[States]:
+    """Return the state of each layer of linear attention before the first position, [*batch, ...].
+
+    dtype: of keys and values.
+    """
+    kept = state_dtype(dtype)
+    return [
+        tuple(torch.zeros((*batch, *shape), dtype=kept, device=device) for shape in sizes.state_shapes)
+        for sizes in config.linear_layers.values()
+    ]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -57,12 +70,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Return the bytes of one sequence's states, given the dtype of keys and values."""
-    return prod(state_shape(config)) * state_dtype(dtype).itemsize
+    shapes = [shape for sizes in config.linear_layers.values() for shape in sizes.state_shapes]
+    return sum(map(prod, shapes)) * state_dtype(dtype).itemsize
 
 
 def row_of_layers(config: DecoderConfig) -> dict[int, int]:
     """Return each layer's index among the layers with cached positions, or among the layers with a state."""
-    return {layer: row for kind in (config.caching_layers, config.lightning_layers) for row, layer in enumerate(kind)}
+    return {layer: row for kind in (config.caching_layers, config.linear_layers) for row, layer in enumerate(kind)}
 
 
 class KeyValueCache:
@@ -76,9 +90,8 @@ class KeyValueCache:
     ) -> None:
         groups, *sizes = config.cached
         self._rows = row_of_layers(config)
-        layers, *state = state_shape(config)
-        self.states: list[Tensor] = list(torch.zeros((layers, batch, *state), dtype=state_dtype(dtype), device=device))
-        """State of each layer that has one, [B, H, E, E]."""
+        self.states = zero_states(config, dtype, device, (batch,))
+        """State of each layer that has one, tensors [B, ...]."""
         shape = (len(config.caching_layers), batch, groups, capacity)
         self.keys, self.values = (torch.empty((*shape, size), dtype=dtype, device=device) for size in sizes)
         self.scales = torch.empty((2, *shape), device=device) if dtype == torch.int8 else None
@@ -92,7 +105,7 @@ class KeyValueCache:
     def bytes(self) -> int:
         """Allocated bytes."""
         positions = self.keys.nbytes + self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
-        return positions + sum(state.nbytes for state in self.states)
+        return positions + sum(part.nbytes for state in self.states for part in state)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,13 +145,13 @@ class KeyValueCache:
             kept.append(Scaled(part[layer, :, :, :end], scales[layer, :, :, :end]))
         return kept[0], kept[1]
 
-    def state(self, layer: int) -> Tensor:
-        """Return the state of a layer after the positions so far, [B, H, E, E]."""
+    def state(self, layer: int) -> States:
+        """Return the state of a layer after the positions so far, tensors [B, ...]."""
         return self.states[self._rows[layer]]
 
-    def keep_state(self, layer: int, state_BHEE: Tensor) -> None:
+    def keep_state(self, layer: int, state: States) -> None:
         """Store the state of a layer after the new positions."""
-        self.states[self._rows[layer]] = state_BHEE
+        self.states[self._rows[layer]] = state
 
     def advance(self, positions: int) -> None:
         """Count `positions` as filled, once every layer has appended them."""
@@ -164,5 +177,5 @@ class KeyValueCache:
         made = copy(self)
         made.keys, made.values = self.keys[:, rows_R], self.values[:, rows_R]
         made.scales = None if self.scales is None else self.scales[:, :, rows_R]
-        made.states = [state[rows_R] for state in self.states]
+        made.states = [tuple(part[rows_R] for part in state) for state in self.states]
         return made

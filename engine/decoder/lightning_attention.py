@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from engine.decoder.attention import Cache, Positions, rms_norm
 from engine.families.config import DecoderConfig
+from engine.families.layer_config import LightningConfig
 from engine.families.tensor_names import LIGHTNING
 from engine.kernels.linear import linear, linears
 from engine.kernels.quantized_weight import Weight, as_tensor, frozen
 
-BLOCK = 256
+BLOCK = LightningConfig.block
 """Number of positions in one block."""
 NORM_EPSILON = 1e-6
 """Epsilon of the norm of the heads' outputs, independent of the config."""
@@ -57,10 +58,10 @@ class LightningAttention(nn.Module):
         query_BHLE, key_BHLE, value_BHLE = (
             qkv_BLX.to(wide).view(batch, length, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
         )
-        state_BHEE = None if cache is None else cache.state(self.layer).to(wide)
+        state_BHEE = None if cache is None else cache.state(self.layer)[0].to(wide)
         mixed_BHLE, state_BHEE = attend(query_BHLE, key_BHLE, value_BHLE, self.rates_H, state_BHEE)
         if cache is not None:
-            cache.keep_state(self.layer, state_BHEE)
+            cache.keep_state(self.layer, (state_BHEE,))
         mixed_BLX = mixed_BHLE.transpose(1, 2).reshape(batch, length, -1).to(x_BLD.dtype)
         normed_BLX = rms_norm(mixed_BLX, self.norm, NORM_EPSILON, positions.choice)
         return linear(gate_BLX.sigmoid() * normed_BLX, self.output, choice=positions.choice)

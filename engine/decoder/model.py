@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen, norm
 from engine.decoder.decode_step import DecodeStep
 from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.gated_delta import GatedDelta, SplitGatedDelta
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
@@ -38,7 +39,14 @@ from engine.decoder.routing import (
     softmax,
 )
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import Chunk, MoeConfig
+from engine.families.layer_config import (
+    Chunk,
+    GatedDeltaConfig,
+    LightningConfig,
+    LinearConfig,
+    MoeConfig,
+    SplitGatedDeltaConfig,
+)
 from engine.families.rotary_embedding import Rotary
 from engine.families.tensor_names import (
     dense_tensor,
@@ -68,23 +76,25 @@ class DecoderLayer(nn.Module):
         super().__init__()
         keep_few_shapes()
         prefix = f"model.layers.{layer}"
-        self.epsilon = config.norm_epsilon
+        self.epsilon, self.zero_centered = config.norm_epsilon, config.zero_centered
         self.residual = config.multipliers.residual
         self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
         self.residuals = config.layers[layer].residuals
-        kind = LatentAttention if config.latent is not None else Attention
-        self.attention = (LightningAttention if config.layers[layer].is_lightning else kind)(config, layer, tensor)
+        self.attention = _attention(config, layer, tensor)
         self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]."""
         choice = positions.choice
-        normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon, choice)
+        normed = self._normed(x_BLD, self.attention_norm, self.attention_norm_bias, choice)
         x_BLD = self._added(0, x_BLD, normed, self.attention(normed, positions, cache))
-        normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon, choice)
+        normed = self._normed(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, choice)
         y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]), choice)
         return self._added(1, x_BLD, normed, y_TD.view_as(x_BLD))
+
+    def _normed(self, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None, choice: KernelChoice) -> Tensor:
+        return norm(x_BLD, weight_D, bias_D, self.epsilon, choice, self.zero_centered)
 
     @property
     def feed_forward_weight(self) -> float:
@@ -159,7 +169,8 @@ class Decoder(nn.Module):
     def kernels_needed(self, kernels: Any) -> list[Any]:
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
         low_bit = {module.bits for module in self.modules() if isinstance(module, QuantizedWeight)}
-        needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels))
+        has_delta = any(isinstance(module, GatedDelta) for module in self.modules())
+        needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels), has_delta=has_delta)
         return needed
 
     @property
@@ -245,7 +256,8 @@ def final_norm(
     config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None, choice: KernelChoice = TORCH
 ) -> Tensor:
     """Return the head's input from the last layer's output. The divisor of the logits is applied here, to fewer numbers."""
-    return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon, choice), 1.0 / config.multipliers.logits)
+    normed_BLD = norm(x_BLD, weight_D, bias_D, config.norm_epsilon, choice, config.zero_centered)
+    return times(normed_BLD, 1.0 / config.multipliers.logits)
 
 
 class Outer:
@@ -378,6 +390,19 @@ def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
     finally:
         for block, routing in zip(blocks, own, strict=True):
             block.routing = routing
+
+
+_LINEAR: dict[type[LinearConfig], Callable[[DecoderConfig, int, TensorSource], nn.Module]] = {
+    LightningConfig: LightningAttention,
+    GatedDeltaConfig: GatedDelta,
+    SplitGatedDeltaConfig: SplitGatedDelta,
+}
+
+
+def _attention(config: DecoderConfig, layer: int, tensor: TensorSource) -> nn.Module:
+    if (linear := config.layers[layer].linear) is not None:
+        return _LINEAR[type(linear)](config, layer, tensor)
+    return (Attention if config.latent is None else LatentAttention)(config, layer, tensor)
 
 
 def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> MoeBlock | Expert:

@@ -19,12 +19,12 @@ from engine.decoder.block_pool import BlockPool, BlockTable
 from engine.decoder.kv_cache import (
     Kept,
     Scaled,
+    States,
     position_bytes,
     row_of_layers,
     state_bytes,
-    state_dtype,
-    state_shape,
     to_int8,
+    zero_states,
 )
 from engine.families.config import DecoderConfig
 
@@ -49,7 +49,7 @@ class PagedCache:
         `sequences`: maximum number with states.
         """
         self.block_bytes = position_bytes(config, dtype) * block_size
-        self._state_shape, self._device = state_shape(config), device
+        self._config, self._device = config, device
         self._state_bytes = sequences * state_bytes(config, dtype)
         self.pool = BlockPool(size // self.block_bytes, block_size, shares=not self._state_bytes)
         self.dtype = dtype
@@ -59,7 +59,7 @@ class PagedCache:
         shape = (len(config.caching_layers), groups, self.pool.count * block_size)
         self.keys_GSE, self.values_GSE = (list(torch.zeros((*shape, size), dtype=dtype, device=device)) for size in sizes)
         """One tensor for each layer with cached positions."""
-        self._states: WeakKeyDictionary[BlockTable, list[Tensor]] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[BlockTable, list[States]] = WeakKeyDictionary()
         """States of the sequences whose tables are still referenced."""
         self.scales = torch.zeros((2, *shape), device=device) if dtype == torch.int8 else None
         """Scales of keys and of values in 8 bits, [2, layers, G, S]."""
@@ -69,10 +69,10 @@ class PagedCache:
         """Allocated bytes, including the maximum number of states."""
         return self.pool.count * self.block_bytes + self._state_bytes
 
-    def states(self, table: BlockTable) -> list[Tensor]:
-        """Return one sequence's states, [H, E, E] for each layer that has one; zero before its first position."""
+    def states(self, table: BlockTable) -> list[States]:
+        """Return one sequence's state of each layer that has one; zero before its first position."""
         if table not in self._states:
-            self._states[table] = list(torch.zeros(self._state_shape, dtype=state_dtype(self.dtype), device=self._device))
+            self._states[table] = zero_states(self._config, self.dtype, self._device)
         return self._states[table]
 
     def clear(self) -> None:
@@ -156,14 +156,18 @@ class PagedBatch:
                 target_GSE[:, self._new_slots_T] = integers
                 self.cache.scales[part, layer][:, self._new_slots_T] = scales
 
-    def state(self, layer: int) -> Tensor:
-        """Return the state of a layer after the positions so far, [B, H, E, E]."""
-        return torch.stack([self.cache.states(table)[self.cache.rows[layer]] for table in self._tables])
+    def state(self, layer: int) -> States:
+        """Return the state of a layer after the positions so far, tensors [B, ...]."""
+        row = self.cache.rows[layer]
+        each = [self.cache.states(table)[row] for table in self._tables]
+        return tuple(torch.stack(parts) for parts in zip(*each, strict=True))
 
-    def keep_state(self, layer: int, state_BHEE: Tensor) -> None:
+    def keep_state(self, layer: int, state: States) -> None:
         """Store the state of a layer after the new positions."""
-        for table, state_HEE in zip(self._tables, state_BHEE, strict=True):
-            self.cache.states(table)[self.cache.rows[layer]].copy_(state_HEE)  # a view would keep the whole batch alive
+        row = self.cache.rows[layer]
+        for part, new in enumerate(state):
+            for table, own in zip(self._tables, new, strict=True):
+                self.cache.states(table)[row][part].copy_(own)  # a view would keep the whole batch alive
 
     def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Kept, Kept]:
         """Return keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""

@@ -8,12 +8,14 @@ from torch import nn
 
 from engine.decoder.attention import Attention
 from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.gated_delta import GatedDelta
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
 from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.families.tensor_names import (
     LATENT_UP,
     LIGHTNING,
+    attention_prefix,
     dense_tensor,
     expert_parts,
     expert_tensor,
@@ -38,7 +40,8 @@ def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
         assert isinstance(layer, DecoderLayer)
         prefix = f"model.layers.{index}"
         found |= _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias)
-        found.update({f"{prefix}.self_attn.{name}": parameter for name, parameter in attention_parameters(layer.attention)})
+        own = attention_prefix(decoder.config, index)
+        found.update({f"{own}.{name}": parameter for name, parameter in attention_parameters(layer.attention)})
         found |= _named(f"{prefix}.post_attention_layernorm", layer.feed_forward_norm, layer.feed_forward_norm_bias)
         found.update(_feed_forward(decoder, index, layer))
     found |= _named(FINAL_NORM, decoder.norm, decoder.norm_bias)
@@ -58,18 +61,24 @@ def _projections(names: Iterable[str], expert: Expert) -> Iterator[tuple[str, nn
     return ((name, parameter) for name, parameter in pairs if isinstance(parameter, nn.Parameter))
 
 
-def attention_parameters(
-    attention: Attention | LatentAttention | LightningAttention,
-) -> Iterator[tuple[str, nn.Parameter]]:
+def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a layer's attention, by their names within it."""
     if isinstance(attention, LightningAttention):
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
         named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
+    elif isinstance(attention, GatedDelta):
+        named = dict(zip(attention.names, _gated_delta(attention), strict=True))
     elif isinstance(attention, LatentAttention):
         named = _latent(attention)
     else:
+        assert isinstance(attention, Attention)
         named = _grouped(attention)
     return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
+
+
+def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+    decays = attention.decay_bias_H, attention.log_rate_H
+    return *attention.projections, attention.filter_C1K, *decays, attention.norm_V, attention.output
 
 
 def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:

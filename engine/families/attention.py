@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from engine.errors import CheckpointError
-from engine.families.layer_config import Chunk, LatentConfig
+from engine.families.layer_config import (
+    Chunk,
+    GatedDeltaConfig,
+    LatentConfig,
+    LightningConfig,
+    LinearConfig,
+    SplitGatedDeltaConfig,
+)
 from engine.families.values import keys, natural, of_layer, positive
 from engine.files.json_file import shown
 
@@ -75,6 +82,8 @@ class GroupedQuery:
     """Unusual kinds of layers that this attention adds."""
     has_sinks: ClassVar[bool] = False
     """Whether each head has an attention sink: a learned score that takes a share of the softmax and adds nothing."""
+    has_output_gate: ClassVar[bool] = False
+    """Whether the projection of queries also gives a gate, whose sigmoid multiplies the heads' outputs."""
     qk_norm: str = "none"
     """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
     qkv_bias: bool | str = False
@@ -112,9 +121,9 @@ class GroupedQuery:
         """Return the largest magnitude of queries, keys and values, or None if they are not clipped."""
         return None
 
-    def is_linear(self, family: Any, index: int) -> bool:
-        """Return whether a layer's attention is linear."""
-        return False
+    def linear(self, family: Any, index: int, heads: Heads) -> LinearConfig | None:
+        """Return the sizes of a layer's linear attention, or None if its attention is not linear."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -149,8 +158,8 @@ class OptionallyNormed(GroupedQuery):
 
 
 @dataclass(frozen=True)
-class Lightning(GroupedQuery):
-    """Lightning attention in layers that `layer_types` calls `linear_attention`, grouped-query attention in all others."""
+class LinearLayers(GroupedQuery):
+    """Linear attention in layers that `layer_types` calls `linear_attention`, grouped-query attention in all others."""
 
     kinds: ClassVar[frozenset[str]] = frozenset(["linear"])
 
@@ -160,9 +169,58 @@ class Lightning(GroupedQuery):
         if not {FULL} <= set(own := family.layer_types or ()) <= {LINEAR, FULL}:
             yield f"layer_types={sorted(set(own))}"
 
-    def is_linear(self, family: Any, index: int) -> bool:
-        """Return whether a layer has lightning attention."""
-        return bool(of_layer(family, "layer_types", index) == LINEAR)
+    def linear(self, family: Any, index: int, heads: Heads) -> LinearConfig | None:
+        """Return the sizes of a layer's linear attention, or None if its attention is not linear."""
+        return self.sizes(family, heads) if of_layer(family, "layer_types", index) == LINEAR else None
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of linear attention, beside heads of grouped-query attention that have these sizes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Lightning(LinearLayers):
+    """Lightning attention, with as many heads of the same size as the other layers have heads of queries."""
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of lightning attention."""
+        return LightningConfig(positive(family, "num_attention_heads"), heads.size, heads.size)
+
+
+@dataclass(frozen=True)
+class GatedDelta(LinearLayers):
+    """The gated delta rule in layers of linear attention, and attention with an output gate in all others."""
+
+    has_output_gate: ClassVar[bool] = True
+    made: ClassVar[type[GatedDeltaConfig]] = GatedDeltaConfig
+    """The class of the sizes, which stands for the layout on disk."""
+    interval: str = "full_attention_interval"
+    """Config key of n, if every n-th layer has full attention and the config has no `layer_types`."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that the part reads."""
+        return (*super().reads, self.interval)
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of the gated delta rule. Raises CheckpointError for heads of values that keys cannot share."""
+        count, keys = positive(family, "linear_num_value_heads"), positive(family, "linear_num_key_heads")
+        if count % keys:
+            raise CheckpointError(f"config.json: {count} linear value heads cannot share {keys} linear key heads evenly")
+        return self.made(
+            heads=count,
+            key_dimension=positive(family, "linear_key_head_dim"),
+            value_dimension=positive(family, "linear_value_head_dim"),
+            key_heads=keys,
+            kernel=positive(family, "linear_conv_kernel_dim"),
+        )
+
+
+@dataclass(frozen=True)
+class SplitGatedDelta(GatedDelta):
+    """The gated delta rule with a matrix for each projection, beside attention with an output gate."""
+
+    made: ClassVar[type[GatedDeltaConfig]] = SplitGatedDeltaConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.families.architecture import Architecture
-from engine.families.layer_config import LatentConfig, LayerConfig, Multipliers, Temperature
+from engine.families.layer_config import LatentConfig, LayerConfig, LinearConfig, Multipliers, Temperature
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,12 @@ class DecoderConfig:
     """Scaling of queries in layers that do not rotate."""
     has_sinks: bool
     """Whether each head has an attention sink: a learned score that takes a share of the softmax and adds nothing."""
+    output_gate: bool
+    """Whether the projection of queries also gives a gate for each number of the heads' outputs."""
     layer_norm: bool
     """Whether norms are layer norms with a bias instead of root mean square norms."""
+    zero_centered: bool
+    """Whether the weights of norms, also of queries and keys, are stored as their differences from 1."""
     rope_mscales: bool
     """Whether the short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
     transformers_config: Any = field(repr=False, compare=False)
@@ -64,12 +68,12 @@ class DecoderConfig:
     @property
     def caching_layers(self) -> tuple[int, ...]:
         """Indices of the layers that cache something for each position. All other layers have a state."""
-        return tuple(index for index, layer in enumerate(self.layers) if not layer.is_lightning)
+        return tuple(index for index, layer in enumerate(self.layers) if layer.linear is None)
 
     @property
-    def lightning_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that have a state of lightning attention."""
-        return tuple(index for index, layer in enumerate(self.layers) if layer.is_lightning)
+    def linear_layers(self) -> dict[int, LinearConfig]:
+        """Sizes of the layers of linear attention, which have a state, by layer index."""
+        return {index: layer.linear for index, layer in enumerate(self.layers) if layer.linear is not None}
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class Chunk(NamedTuple):
@@ -83,6 +83,93 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class LinearConfig:
+    """Sizes of a layer of linear attention, which has a state in the place of cached keys and values."""
+
+    module: ClassVar[str] = "self_attn"
+    """Name on disk of the attention within the layer."""
+    block: ClassVar[int]
+    """Number of positions of a prompt that are processed together."""
+    heads: int
+    """Number of heads, each with a matrix of its own."""
+    key_dimension: int
+    """Dimensions of a head's query and key."""
+    value_dimension: int
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors of one sequence's state."""
+        return ((self.heads, self.key_dimension, self.value_dimension),)
+
+    @property
+    def projected(self) -> int:
+        """Elements of a token's queries, keys and values."""
+        return self.heads * (2 * self.key_dimension + self.value_dimension)
+
+    @property
+    def held(self) -> int:
+        """Numbers in float32 that a token of a prompt needs: queries, keys and values, outputs, and a block's scores."""
+        return self.projected + 2 * self.heads * (self.value_dimension + self.block)
+
+    def positions(self, length: int) -> float:
+        """Return the number of positions whose scores and mixture cost as much as a token of a sequence of this length."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LightningConfig(LinearConfig):
+    """Sizes of lightning attention (engine/decoder/lightning_attention.py)."""
+
+    block: ClassVar[int] = 256
+
+    def positions(self, length: int) -> float:
+        """Return the size of a block, and up to E further positions for the state."""
+        return min(self.block, length) + self.key_dimension
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig(LinearConfig):
+    """Sizes of the gated delta rule (engine/decoder/gated_delta.py)."""
+
+    module: ClassVar[str] = "linear_attn"
+    block: ClassVar[int] = 64
+    key_heads: int
+    """Number of heads of queries and keys. Each serves as many consecutive heads of values."""
+    kernel: int
+    """Number of positions that the convolution reads."""
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's queries, keys and values before queries and keys are repeated for the heads of values."""
+        return 2 * self.key_heads * self.key_dimension + self.heads * self.value_dimension
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the matrices, and of the last inputs of the convolution."""
+        return *super().state_shapes, (self.kernel - 1, self.channels)
+
+    @property
+    def held(self) -> int:
+        """Numbers in float32 that a token of a prompt needs, with the inputs and outputs of the convolution."""
+        return 3 * self.channels + 3 * self.projected + 4 * self.heads * self.block
+
+    def positions(self, length: int) -> float:
+        """Return the number that the products within a block and with the state cost.
+
+        Within a block, queries and keys are multiplied with keys, a triangular system is solved for values, and its
+        solution is mixed. Keys, queries and the solution are multiplied with the state.
+        """
+        sizes = self.key_dimension + self.value_dimension
+        within = 2 * self.key_dimension + 1.5 * self.value_dimension
+        return (within * min(self.block, length) + 3 * self.key_dimension * self.value_dimension) / sizes
+
+
+@dataclass(frozen=True)
+class SplitGatedDeltaConfig(GatedDeltaConfig):
+    """Sizes of the gated delta rule where each projection is a matrix of its own."""
+
+
+@dataclass(frozen=True)
 class Temperature:
     """Queries at position p are multiplied by ln(1 + ⌊(p + 1) / floor⌋) · slope + 1 (arXiv 2501.19399)."""
 
@@ -121,7 +208,7 @@ class LayerConfig:
     rotates: bool = True
     unit_norm: bool = False
     """Whether rotated queries and keys are divided by their root mean square."""
-    is_lightning: bool = False
-    """Whether the layer's attention is linear."""
+    linear: LinearConfig | None = None
+    """Sizes of linear attention; None if the layer caches something for each position."""
     residuals: tuple[Residual, Residual] | None = None
     """The rule of the attention and the rule of the feed-forward block; None for x + f(norm(x))."""

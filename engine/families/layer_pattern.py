@@ -26,7 +26,7 @@ class EveryLayer:
         """Return whether a layer holds experts."""
         return True
 
-    def all_dense(self, layers: int) -> dict[str, int] | None:
+    def all_dense(self, layers: int) -> dict[str, Any] | None:
         """Return config keys with which none of so many layers holds experts, or None if no config can express it."""
         return None
 
@@ -39,6 +39,10 @@ class SparseStep(EveryLayer):
         """Return whether a layer holds experts."""
         only_dense = set(getattr(family, "mlp_only_layers", None) or ())
         return not (index + 1) % positive(family, "decoder_sparse_step") and index not in only_dense
+
+    def all_dense(self, layers: int) -> dict[str, Any] | None:
+        """Return config keys with which none of so many layers holds experts."""
+        return {"mlp_only_layers": list(range(layers))}
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class DenseFirst(EveryLayer):
         """Return whether a layer holds experts."""
         return index >= natural(family, self.count)
 
-    def all_dense(self, layers: int) -> dict[str, int] | None:
+    def all_dense(self, layers: int) -> dict[str, Any] | None:
         """Return config keys with which none of so many layers holds experts."""
         return {self.count: layers}
 

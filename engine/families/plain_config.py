@@ -63,7 +63,7 @@ def read_plainly(model_type: str, config: Mapping[str, Any]) -> PlainConfig | No
         _check_extras(extras)
         for finish in _FINISHED[model_type]:
             finish(values, extras)
-        values["rope_parameters"] = _rope(values["rope_parameters"], extras, record["theta"])
+        values["rope_parameters"] = _rope(values["rope_parameters"], extras, record)
         held = {aliases.get(key, key): value for key, value in values.items() if key != "dtype"}
         held |= {aliases.get(key, key): value for key, value in extras.items() if key not in _record()["dropped"]}
         _check_whole(SimpleNamespace(**held))
@@ -129,19 +129,23 @@ def _is_known(key: str, value: Any) -> bool:
     return key in ("rope_scaling", "_name_or_path") or (key == "output_attentions" and value is False)
 
 
-def _rope(given: dict[str, Any] | None, extras: dict[str, Any], default_theta: float) -> dict[str, Any]:
-    """Return the parameters of plain rotary embeddings. transformers resolves all other kinds."""
+def _rope(given: dict[str, Any] | None, extras: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of plain rotary embeddings. transformers resolves all other kinds.
+
+    Some families have parameters for images, which change nothing where all positions are those of text.
+    """
     given = extras.pop("rope_scaling", None) or given
-    theta, share = extras.pop("rope_theta", default_theta), extras.pop("partial_rotary_factor", None)
+    theta, share = extras.pop("rope_theta", record["theta"]), extras.pop("partial_rotary_factor", None)
     if not given:
         given = (
             {"rope_theta": theta} | ({} if share is None else {"partial_rotary_factor": share}) | {"rope_type": "default"}
         )
     # transformers adds missing entries to the dict of config.json itself, which is written to results.
     whole = {"rope_type", "rope_theta"} | (set() if share is None else {"partial_rotary_factor"})
-    if type(given) is not dict or not whole <= given.keys() <= _ROPE_KEYS or given["rope_type"] != "default":
+    if type(given) is not dict or not whole <= given.keys() <= {*_ROPE_KEYS, *record["rope_of_images"]}:
         raise _Unusual
-    if any(type(given[key]) not in (int, float) or not given[key] > 0 for key in given.keys() - {"rope_type"}):
+    numbers = [given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given]
+    if given["rope_type"] != "default" or any(type(each) not in (int, float) or not each > 0 for each in numbers):
         raise _Unusual
     return given
 
@@ -218,6 +222,19 @@ def _layers_in_turns(values: dict[str, Any], extras: dict[str, Any]) -> None:
         values["layer_types"] = [kinds[layer % 2] for layer in range(values["num_hidden_layers"])]
 
 
+def _every_nth_layer_full(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    if values["layer_types"] is None:
+        interval = extras.pop("full_attention_interval", 4)
+        if type(interval) is not int or interval < 1:
+            raise _Unusual
+        kinds = ("full_attention", "linear_attention")
+        values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
+
+
+def _quarter_rotates(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    extras.setdefault("partial_rotary_factor", 0.25)
+
+
 def _half_rotates(values: dict[str, Any], extras: dict[str, Any]) -> None:
     extras.setdefault("partial_rotary_factor", 0.5)
 
@@ -260,6 +277,9 @@ _FINISHED: dict[str, tuple[_Finish, ...]] = {
     "qwen2_moe": (_no_dense_list, _window_of_zero, _full_layers),
     "qwen3": (_no_window, _key_value_heads, _full_layers),
     "qwen3_moe": (_no_window, _no_dense_list),
+    "qwen3_5_moe_text": (_quarter_rotates, _every_nth_layer_full),
+    "qwen3_5_text": (_quarter_rotates, _every_nth_layer_full),
+    "qwen3_next": (_quarter_rotates, _no_dense_list, _every_nth_layer_full),
 }
 """The families that are read here, by transformers' model_type. transformers resolves all others."""
 
@@ -286,6 +306,7 @@ def _fields_of(family: Any) -> dict[str, Any]:
 
     return {
         "theta": family.default_theta,
+        "rope_of_images": sorted(family.ignore_keys_at_rope_validation),
         "aliases": family.attribute_map,
         "known": sorted(family().to_dict()),
         "fields": {field.name: [field.default, _types_of(field)] for field in fields(family)},

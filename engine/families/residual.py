@@ -15,6 +15,8 @@ class RootMeanSquareNorms:
     """Norms that divide by the root mean square (arXiv 1910.07467)."""
 
     layer_norm: ClassVar[bool] = False
+    zero_centered: ClassVar[bool] = False
+    """Whether weights are stored as their differences from 1."""
 
     def epsilon(self, family: Any) -> float:
         """Return the ε that is added under the root. Raises CheckpointError unless it is a small number."""
@@ -31,6 +33,13 @@ class LayerNorms(RootMeanSquareNorms):
 
 
 @dataclass(frozen=True)
+class ZeroCenteredNorms(RootMeanSquareNorms):
+    """Norms whose weights are stored as their differences from 1."""
+
+    zero_centered: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
 class PlainResidual:
     """x + f(norm(x))."""
 
@@ -38,7 +47,7 @@ class PlainResidual:
         """Return the factors that the model was trained with."""
         return Multipliers()
 
-    def of_layer(self, family: Any, is_lightning: bool) -> tuple[Residual, Residual] | None:
+    def of_layer(self, family: Any, is_linear: bool) -> tuple[Residual, Residual] | None:
         """Return the rules of a layer's attention and of its feed-forward block, or None for x + f(norm(x))."""
         return None
 
@@ -64,10 +73,10 @@ class NormResidual(PlainResidual):
     lightning: tuple[str, str]
     feed_forward: tuple[str, str]
 
-    def of_layer(self, family: Any, is_lightning: bool) -> tuple[Residual, Residual] | None:
+    def of_layer(self, family: Any, is_linear: bool) -> tuple[Residual, Residual] | None:
         """Return the rules of a layer's attention and of its feed-forward block."""
         attention, lightning, feed_forward = (
             Residual(*(number(key, getattr(family, key)) for key in keys))
             for keys in (self.attention, self.lightning, self.feed_forward)
         )
-        return lightning if is_lightning else attention, feed_forward
+        return lightning if is_linear else attention, feed_forward

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
+from engine.families.attention import Heads
 from engine.families.block_configs import (
     block_config_counts,
     block_config_dense_width,
@@ -102,11 +103,13 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         tied_embeddings=bool(family.tie_word_embeddings),
         max_positions=positive(family, "max_position_embeddings"),
         prediction_layers=row.prediction.number(family) if row.prediction else 0,
-        layers=tuple(_layer_config(row, config, family, index, experts) for index, experts in enumerate(counts)),
+        layers=tuple(_layer_config(row, config, family, index, experts, heads) for index, experts in enumerate(counts)),
         multipliers=row.residual.multipliers(family),
         temperature=row.rotation.temperature(family),
         has_sinks=row.attention.has_sinks,
+        output_gate=row.attention.has_output_gate,
         layer_norm=row.norms.layer_norm,
+        zero_centered=row.norms.zero_centered,
         rope_mscales=row.rotation.has_mscales,
         transformers_config=family,
     )
@@ -130,16 +133,18 @@ def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any)
     return counts if blocks is None else block_config_counts(blocks, counts)
 
 
-def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> LayerConfig:
+def _layer_config(
+    row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int, heads: Heads
+) -> LayerConfig:
     moe = _moe_config(row, config, family, index, experts) if experts else None
     rotates, unit_norm = row.rotation.of_layer(family, index)
     window = row.attention.window.of_layer(family, index)
-    is_lightning = row.attention.is_linear(family, index)
-    residuals = row.residual.of_layer(family, is_lightning)
+    linear = row.attention.linear(family, index, heads)
+    residuals = row.residual.of_layer(family, linear is not None)
     dense_width = positive(family, row.layers.dense_width)
     if moe is None and row.count_keys:
         dense_width = block_config_dense_width(config.get("block_configs"), index, dense_width)
-    return LayerConfig(window, moe, dense_width, rotates, unit_norm, is_lightning, residuals)
+    return LayerConfig(window, moe, dense_width, rotates, unit_norm, linear, residuals)
 
 
 def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> MoeConfig:

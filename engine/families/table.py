@@ -14,6 +14,7 @@ from engine.families.attention import (
     LINEAR,
     ChunkedLayers,
     ClippedGroupedQuery,
+    GatedDelta,
     GroupedQuery,
     GroupedQueryWithSinks,
     Latent,
@@ -21,6 +22,7 @@ from engine.families.attention import (
     OptionallyNormed,
     SlidingLayers,
     SlidingWindow,
+    SplitGatedDelta,
 )
 from engine.families.experts import (
     DOWN,
@@ -36,8 +38,15 @@ from engine.families.experts import (
     transposed_stacks,
 )
 from engine.families.head import Head, PredictionLayers
-from engine.families.layer_pattern import DenseFirst, DenseFirstThenEveryNth, LayerRange, ListedLayers, SparseStep
-from engine.families.residual import LayerNorms, NormResidual, ScaledResidual
+from engine.families.layer_pattern import (
+    DenseFirst,
+    DenseFirstThenEveryNth,
+    EveryLayer,
+    LayerRange,
+    ListedLayers,
+    SparseStep,
+)
+from engine.families.residual import LayerNorms, NormResidual, ScaledResidual, ZeroCenteredNorms
 from engine.families.rotation import CountedRotation, LongRotation, PartialRotation, Rotation, SomeLayersRotate
 from engine.families.router import (
     BiasedLogits,
@@ -126,6 +135,19 @@ _MINIMAX_AUTHORS = AuthorsWords(
     kinds=(LINEAR, FULL),
 )
 
+# Qwen3.5, and Qwen3.6 under the same name
+_QWEN3_5 = Architecture(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    attention=SplitGatedDelta("head", qkv_bias="attention_bias", output_bias="attention_bias"),
+    rotation=PartialRotation(),
+    norms=ZeroCenteredNorms(),
+    prediction=PredictionLayers("mtp_num_hidden_layers", prefix="mtp."),
+    settings=only(attn_output_gate=True, output_gate_type="swish")
+    | unused("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
+    not_onnx="its gated delta rule keeps a state, for which our graphs have no input",
+)
+
 # Llama 4 and GPT-OSS
 _LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
 _GPT_OSS_NAMES = ExpertNames(stacks=transposed_stacks(interleaved=True, biases=True), modules=("mlp", "router"))
@@ -157,6 +179,31 @@ _ROWS = (
         layers=SparseStep(),
         dense_sibling="qwen3",
     ),
+    Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        attention=GatedDelta("head", qkv_bias="attention_bias", output_bias="attention_bias"),
+        rotation=PartialRotation(),
+        experts=Experts(("num_experts",), width="moe_intermediate_size"),
+        shared=SharedExpert(gate="shared_expert_gate.weight"),
+        layers=SparseStep(),
+        norms=ZeroCenteredNorms(),
+        prediction=PredictionLayers(prefix="mtp."),
+        dense_sibling="qwen3_next",
+        not_onnx="its gated delta rule keeps a state, for which our graphs have no input",
+    ),
+    replace(
+        _QWEN3_5,
+        model_type="qwen3_5_moe_text",
+        causal_lm_class="Qwen3_5MoeForCausalLM",
+        router=TopK(normalized=True),
+        experts=Experts(("num_experts",), width="moe_intermediate_size"),
+        shared=SharedExpert(gate="shared_expert_gate.weight"),
+        layers=EveryLayer(dense_width="moe_intermediate_size"),
+        settings=_QWEN3_5.settings | only(mlp_only_layers=None) | unused("intermediate_size"),
+        dense_sibling="qwen3_5_text",
+    ),
+    _QWEN3_5,
     Architecture(
         "olmoe",
         "OlmoeForCausalLM",

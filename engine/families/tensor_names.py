@@ -12,6 +12,27 @@ SINKS = "sinks"
 LATENT_UP = "kv_b_proj.weight"
 LIGHTNING = ("qkv_proj.weight", "output_gate.weight", "norm.weight", "out_proj.weight")
 """The tensors of lightning attention: queries, keys and values together, the gate, the norm, and the output."""
+_AFTER_PROJECTIONS = ("conv1d.weight", "dt_bias", "A_log", "norm.weight", "out_proj.weight")
+GATED_DELTA = ("in_proj_qkvz.weight", "in_proj_ba.weight", *_AFTER_PROJECTIONS)
+"""The tensors of the gated delta rule: queries, keys, values and gates together; the logits of strengths and decays
+together; the filters; the bias and the logarithm of the rates of decay; the norm; and the output."""
+SPLIT_GATED_DELTA = (
+    "in_proj_qkv.weight",
+    "in_proj_z.weight",
+    "in_proj_b.weight",
+    "in_proj_a.weight",
+    *_AFTER_PROJECTIONS,
+)
+"""These tensors where gates, strengths and decays have a matrix each."""
+NEVER_ROUNDED = ("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")
+"""Small matrices of the gated delta rule that give strengths and decays. Like routers, they are never rounded."""
+_DECAYS = ("dt_bias", "A_log")
+
+
+def attention_prefix(config: DecoderConfig, layer: int) -> str:
+    """Return the prefix of a layer's attention."""
+    linear = config.layers[layer].linear
+    return f"model.layers.{layer}.{'self_attn' if linear is None else linear.module}"
 
 
 def block_prefix(row: Architecture, layer: int) -> str:
@@ -103,6 +124,11 @@ def is_router_bias(row: Architecture, name: str) -> bool:
     """Return whether a tensor is the choice bias, which is added to scores for the choice of experts."""
     own = row.router.names.choice_bias
     return own is not None and name.endswith(f".{own}")
+
+
+def is_decay(name: str) -> bool:
+    """Return whether a tensor says how fast the memory of linear attention decays."""
+    return name.endswith(_DECAYS)
 
 
 def _in_block(row: Architecture, layer: int, name: str | None) -> str | None:

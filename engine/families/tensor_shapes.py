@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import LatentConfig
+from engine.families.layer_config import GatedDeltaConfig, LatentConfig, LightningConfig, LinearConfig, SplitGatedDeltaConfig
 from engine.families.tensor_names import (
+    GATED_DELTA,
     LATENT_UP,
     LIGHTNING,
+    NEVER_ROUNDED,
+    SPLIT_GATED_DELTA,
+    attention_prefix,
     dense_tensor,
     expert_parts,
     expert_tensor,
@@ -109,10 +113,11 @@ def attention_weights(config: DecoderConfig, index: int) -> list[str]:
     """Return the names on disk of a layer's attention matrices that are multiplied by as they are.
 
     The matrix that makes keys and values of latent attention is excluded: for single positions, the products use its parts
-    (absorbed).
+    (absorbed). So are those that are never rounded.
     """
+    excluded = tuple(f".{name}" for name in (LATENT_UP, *NEVER_ROUNDED))
     tensors = _attention_tensors(config, index)
-    return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(f".{LATENT_UP}")]
+    return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(excluded)]
 
 
 def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
@@ -127,7 +132,8 @@ def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
 def derived_tensors(config: DecoderConfig) -> list[str]:
     """Return the tensors that transformers writes although config.json implies them: decays of lightning attention."""
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-    return [f"model.layers.{layer}.self_attn.{name}" for layer in config.lightning_layers for name in names]
+    lightning = (layer for layer, sizes in config.linear_layers.items() if isinstance(sizes, LightningConfig))
+    return [f"model.layers.{layer}.self_attn.{name}" for layer in lightning for name in names]
 
 
 def _norm_tensors(config: DecoderConfig, name: str) -> dict[str, tuple[int, ...]]:
@@ -142,11 +148,11 @@ def _ffn(name: Callable[[int], str], width: int, hidden: int) -> Shapes:
 
 
 def _attention_tensors(config: DecoderConfig, index: int) -> Shapes:
-    prefix = f"model.layers.{index}.self_attn"
+    prefix = attention_prefix(config, index)
+    if (linear := config.layers[index].linear) is not None:
+        return _LINEAR_TENSORS[type(linear)](config, linear, prefix)
     if config.latent is not None:
         return _latent_tensors(config, config.latent, prefix)
-    if config.layers[index].is_lightning:
-        return _lightning_tensors(config, prefix)
     return _grouped_query_tensors(config, index, prefix)
 
 
@@ -171,16 +177,50 @@ def _latent_tensors(config: DecoderConfig, latent: LatentConfig, prefix: str) ->
         yield f"{prefix}.o_proj.bias", (hidden,)
 
 
-def _lightning_tensors(config: DecoderConfig, prefix: str) -> Shapes:
-    width = config.attention_heads * config.head_dimension
+def _lightning_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    width = sizes.heads * sizes.value_dimension
     shapes = (3 * width, config.hidden_size), (width, config.hidden_size), (width,), (config.hidden_size, width)
     yield from ((f"{prefix}.{name}", shape) for name, shape in zip(LIGHTNING, shapes, strict=True))
+
+
+def _gated_delta_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    assert isinstance(sizes, GatedDeltaConfig)
+    outputs = sizes.channels + sizes.heads * sizes.value_dimension, 2 * sizes.heads
+    yield from _delta_tensors(config, sizes, prefix, GATED_DELTA, outputs)
+
+
+def _split_gated_delta_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    assert isinstance(sizes, GatedDeltaConfig)
+    outputs = sizes.channels, sizes.heads * sizes.value_dimension, sizes.heads, sizes.heads
+    yield from _delta_tensors(config, sizes, prefix, SPLIT_GATED_DELTA, outputs)
+
+
+def _delta_tensors(
+    config: DecoderConfig, sizes: GatedDeltaConfig, prefix: str, names: tuple[str, ...], outputs: tuple[int, ...]
+) -> Shapes:
+    """Yield the tensors of the gated delta rule, whose projections have so many outputs."""
+    shapes: tuple[tuple[int, ...], ...] = (
+        *((each, config.hidden_size) for each in outputs),
+        (sizes.channels, 1, sizes.kernel),
+        (sizes.heads,),
+        (sizes.heads,),
+        (sizes.value_dimension,),
+        (config.hidden_size, sizes.heads * sizes.value_dimension),
+    )
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(names, shapes, strict=True))
+
+
+_LINEAR_TENSORS: dict[type[LinearConfig], Callable[[DecoderConfig, LinearConfig, str], Shapes]] = {
+    LightningConfig: _lightning_tensors,
+    GatedDeltaConfig: _gated_delta_tensors,
+    SplitGatedDeltaConfig: _split_gated_delta_tensors,
+}
 
 
 def _grouped_query_tensors(config: DecoderConfig, index: int, prefix: str) -> Shapes:
     hidden, size = config.hidden_size, config.head_dimension
     query, key = config.attention_heads * size, config.key_value_heads * size
-    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+    for name, rows in (("q_proj", 2 * query if config.output_gate else query), ("k_proj", key), ("v_proj", key)):
         yield f"{prefix}.{name}.weight", (rows, hidden)
         if config.qkv_bias:
             yield f"{prefix}.{name}.bias", (rows,)

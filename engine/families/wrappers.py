@@ -18,9 +18,20 @@ class Wrapper:
     """Prefix of the language model's tensors."""
     others: tuple[str, ...]
     """Prefixes of all other tensors."""
+    own_prefix: str = ""
+    """Prefix of the language model's tensors in a checkpoint of it alone."""
+
+    def own_name(self, name: str) -> str:
+        """Return the name of a tensor in a checkpoint of the language model alone."""
+        return self.own_prefix + name.removeprefix(self.prefix) if name.startswith(self.prefix) else name
 
 
-WRAPPERS = {"llama4": Wrapper("text_config", "language_model.", ("vision_model.", "multi_modal_projector."))}
+_QWEN3_5 = Wrapper("text_config", "model.language_model.", ("model.visual.",), own_prefix="model.")
+WRAPPERS = {
+    "llama4": Wrapper("text_config", "language_model.", ("vision_model.", "multi_modal_projector.")),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+}
 
 
 def language_model(config: dict[str, Any]) -> tuple[dict[str, Any], Wrapper | None]:

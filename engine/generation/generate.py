@@ -537,9 +537,9 @@ def _check_pair(target: Path, draft: Path) -> None:
     for directory in (target, draft):
         if backend_of(directory, "auto") == "onnx":
             raise OptionError(f"{directory}: is an exported model, and drafting needs checkpoints; give both as such")
-        if Checkpoint(directory).config.lightning_layers:
+        if Checkpoint(directory).config.linear_layers:
             raise OptionError(
-                f"{directory}: lightning attention cannot undo tokens, which drafting requires; leave out the draft"
+                f"{directory}: linear attention cannot undo tokens, which drafting requires; leave out the draft"
             )
     check_same_tokens(Checkpoint(target), Checkpoint(draft))
 

@@ -6,7 +6,8 @@ read `compiled`, which holds the functions that call the kernels.
 
 Each file of the compiled kernels for the CPU (Numba, optional: `pip install moe-compress[fast]`) has one task: `products`
 and `dot_products` (matrices times a few vectors), `low_bit` (matrices of 8 and 4 bits), `panels` (matrices times many
-vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts), `attention`, and `step` (all layers for one token).
+vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts), `attention`,
+`gated_delta` (linear attention), and `step` (all layers for one token).
 Each file begins with the record that its kernels are given. `compiling` decides when a kernel is compiled, and
 `cache_directory` where the code is kept; kernels are written with `instructions`, `memory` and `arithmetic`.
 

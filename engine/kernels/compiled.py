@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.kernels import attention, expert_panels, experts, low_bit, panels, step
+from engine.kernels import gated_delta as delta_kernels
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
 from engine.kernels.cache_directory import cache_directory
@@ -45,6 +46,7 @@ __all__ = [
     "dequantized",
     "expert_table",
     "form_address",
+    "gated_delta",
     "load_parts",
     "multiplies_many",
     "needed",
@@ -225,6 +227,37 @@ def attend(
     return mixed_BHE
 
 
+def gated_delta(
+    projections: Sequence[Address],
+    parameters: Sequence[Address],
+    states: Sequence[Address],
+    tokens: int,
+    sizes: tuple[int, int, int, int, int],
+    epsilons: tuple[float, float],
+) -> Any:
+    """Compute the gated delta rule for one new position of each sequence, and update the states in place.
+
+    projections: queries, keys and values [T, C], gates [T, H, V], strengths [T, H] and decays [T, H], contiguous bfloat16.
+    parameters: filters [C, K] and the norm [V] in bfloat16, the bias and the logarithm of the rates of decay [H] in float32.
+    states: matrices [T, H, E, V] and the last inputs of the convolution [T, K - 1, C], contiguous float32. sizes: H, G, E, V
+    and K. epsilons: of the norm of the outputs, and of those of queries and keys. Returns [T, H, V] as the bits of bfloat16.
+    """
+    y_THV = np.empty((tokens, sizes[0], sizes[3]), np.uint16)
+    job = _record(
+        delta_kernels.GATED_DELTA,
+        kernels=TABLE_ADDRESS,
+        **dict(zip(("mixed", "gate", "strength", "decay"), projections, strict=True)),
+        **dict(zip(("filters", "norm", "decay_bias", "log_rate"), parameters, strict=True)),
+        **dict(zip(("state", "last"), states, strict=True)),
+        tokens=tokens,
+        **dict(zip(("heads", "key_heads", "key_size", "value_size", "filter_size"), sizes, strict=True)),
+        **dict(zip(("epsilon", "key_epsilon"), epsilons, strict=True)),
+        results=_address(y_THV),
+    )
+    delta_kernels.gated_delta(_address(job))
+    return y_THV
+
+
 def decode(
     x: Address,
     layers: Any,
@@ -290,9 +323,13 @@ def load_parts(layers: Any) -> None:
             kernel.load()
 
 
-def needed(bits: Iterable[int], *, is_whole: bool = True) -> list[Kernel]:
-    """Return the kernels that decode with weights of these bits. is_whole: whether to add the kernel of all layers."""
+def needed(bits: Iterable[int], *, is_whole: bool = True, has_delta: bool = False) -> list[Kernel]:
+    """Return the kernels that decode with weights of these bits.
+
+    is_whole: whether to add the kernel of all layers. has_delta: whether to add that of the gated delta rule.
+    """
     every = [kernel for each in sorted({16, *bits}, reverse=True) for kernel in form_kernels(each)]
     every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, attention.attend]
     every += [step.decode] if is_whole else []
+    every += [delta_kernels.gated_delta] if has_delta else []
     return every + ([panels.panel_products, expert_panels.panel_swiglu] if MULTIPLIES_BFLOAT16 else [])

@@ -16,7 +16,6 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.mxfp4 import is_packed
-from engine.decoder.lightning_attention import BLOCK
 from engine.errors import OptionError
 from engine.families.layer_config import LayerConfig
 from engine.families.tensor_shapes import layer_tensors
@@ -108,8 +107,8 @@ def _layer_activations(checkpoint: Checkpoint, layer: LayerConfig, demand: Memor
     width = max(layer.dense_width, 0 if moe is None else max(moe.expert_width, moe.shared_width))
     # float32: norms, and the inputs of products that are not computed in the dtype itself.
     per_token = demand.dtype.itemsize * (8 * hidden + 6 * heads) + 4 * 3 * hidden
-    if layer.is_lightning:  # queries, keys and values in float32, and a block's scores twice
-        per_token += 4 * (5 * heads + 2 * config.attention_heads * BLOCK)
+    if layer.linear is not None:
+        per_token += 4 * layer.linear.held
     if not demand.gradients:
         # All tokens may go to one expert; the outputs wait in the order of the experts.
         return tokens * (per_token + demand.dtype.itemsize * (3 * slots * hidden + 3 * width))

@@ -43,6 +43,8 @@ ROWS = {
     "mixtral": "Mixtral",
     "qwen2_moe": "Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_moe_text": "Qwen3.5-MoE, Qwen3.6-MoE (text)",
     "olmoe": "OLMoE ³",
     "llama_moe": "LLaMA-MoE v1 ¹",
     "deepseek": "DeepSeek-MoE (V1) ¹",
@@ -61,6 +63,8 @@ ROWS = {
 }
 REFUSED = {
     ("phimoe", "dense"): "it has no dense sibling, and its router takes two experts",
+    ("qwen3_next", "ONNX"): "its gated delta rule keeps a state, for which our graphs have no input",
+    ("qwen3_5_moe_text", "ONNX"): "its gated delta rule keeps a state, for which our graphs have no input",
     ("minimax", "ONNX"): "its lightning attention keeps a state, for which our graphs have no input",
     ("llama4_text", "dense"): "the inputs of its experts are scaled by the router, token by token",
     ("llama4_text", "ONNX"): "its chunked attention and experts whose inputs the router scales have no form in our graphs",

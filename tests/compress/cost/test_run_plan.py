@@ -118,7 +118,7 @@ def test_phases_of_a_search(tmp_path, passes):
     assert found["perplexity before"].work.flops == 6 * 272 + 6 * 56
     assert found["gate gradients"].work.flops == 12 * (3 * 272 + 3 * 56)  # one product of the head belongs to the sampling
     assert found["searching (10 epochs)"].work.flops == 10 * 12 * (3 * 272 + 2 * 56)
-    kept = Passes(smaller(passes.config, 0.4), 2, 2.0)  # one of three experts is removed, with its row of the router
+    kept = Passes(smaller(passes.config, 0.4, "expert"), 2, 2.0)  # one of three experts is removed, with its router row
     assert kept.weights == passes.weights - 64
     assert found["writing"].work.written_bytes == 2 * kept.weights
     # All weights, the activations that the layer keeps for its backward pass, and three logits of 7: one batch of 12 tokens.

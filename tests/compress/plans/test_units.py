@@ -31,6 +31,7 @@ from compress.plans.plan import (
     pruning_plan,
     same_plan,
 )
+from compress.plans.unit_selection import default_multiple
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint
@@ -44,6 +45,7 @@ from engine.families.results import loading_note
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_tensor
 from engine.inspect import inspect
+from engine.kernels.scheme import WHOLE_ROW, Scheme
 from engine.progress import no_progress
 
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -391,6 +393,13 @@ def test_bad_units_are_one_line_and_nothing_is_written(units: str, tmp_path: Pat
     with pytest.raises(PlanError, match=BAD[units][1]) as raised:
         apply(Plan(dict.fromkeys(range(3), planned)), full, tmp_path / "narrow")
     assert "\n" not in str(raised.value) and not (tmp_path / "narrow").exists()
+
+
+def test_the_default_multiple_fits_groups_of_any_size() -> None:
+    assert default_multiple({0: [192, 256]}) == 16 and default_multiple({0: [14336]}) == 64
+    assert default_multiple({0: [192]}, Scheme(4, 96).fits) == 96 and default_multiple({0: [96]}, Scheme(8, 48).fits) == 48
+    assert default_multiple({0: [192]}, Scheme(4, WHOLE_ROW).fits) == 16
+    assert default_multiple({0: [96]}, Scheme(8, 128).fits) == 8, "none fits, and what is asked for is refused elsewhere"
 
 
 def test_units_of_packed_weights_are_refused_before_anything_is_written(tmp_path: Path) -> None:

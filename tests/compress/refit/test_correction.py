@@ -35,8 +35,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "granitemoeshared": {},
     "minimax": {},
+    "qwen3_next": {},
 }
-"""Families with a shared expert and a dense layer, with stacks and multipliers, and with their own residuals."""
+"""Families with a shared expert and a dense layer, with stacks and multipliers, and with their own residuals or norms."""
 
 
 def narrowed(family: str, path: Path) -> tuple[Checkpoint, Plan]:

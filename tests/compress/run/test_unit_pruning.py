@@ -129,6 +129,13 @@ def test_the_experts_that_stay_are_corrected_where_whole_experts_leave(
     refused(place, [*command, *TEXT, "--correct", "-o", "out"], "a correction takes at most 1")
 
 
+def test_rounded_weights_keep_whole_groups(place: Path) -> None:
+    values = run("prune", "model", *TEXT, "--sparsity", "0.5", "--bits", "8", "--group-size", "8", "-o", "low")
+    widths = {width for layer in values["widths_per_layer"] for width in (layer if isinstance(layer, list) else [layer])}
+    assert len(widths) > 1 and all(width % 8 == 0 for width in widths)
+    assert run("generate", "low", "-p", "line", "-n", "4")["generated_tokens"] <= 4
+
+
 def test_packed_weights_are_refused_before_any_work(place: Path) -> None:
     run("quantize", "model", *TEXT, "--bits", "8", "--group-size", "16", "-o", "low")
     arguments = ["prune", "low", *TEXT, "--granularity", "unit", "--sparsity", "0.5", "-o", "out"]
@@ -147,6 +154,8 @@ def test_packed_weights_are_refused_before_any_work(place: Path) -> None:
         (["--method", "reap", "--unit-multiple", "8", "--sparsity", "0.5"], ("reap removes whole experts",)),
         (["--granularity", "unit", "--unit-multiple", "4096", "--sparsity", "0.5"], ("unit-multiple is 4096",)),
         (["--granularity", "unit", "--unit-multiple", "8", "--sparsity", "0.99"], ("would keep", "lower the sparsity")),
+        (["--sparsity", "0.9", "--bits", "8", "--group-size", "16"], ("lower the sparsity", "a smaller --group-size")),
+        (["--sparsity", "0.5", "--unit-multiple", "2", "--bits", "8", "--group-size", "8"], ("take --unit-multiple 8",)),
         (["--granularity", "unit", "--sparsity", "0.5", "--ridge", "0"], ("ridge is 0.0",)),
         (["--granularity", "unit", "--sparsity", "0.5", "--merge", "cka"], ("leave out --merge",)),
         (["--sparsity", "0.5", "--statistics", "some.safetensors", "--no-refit"], ("no moments", "leave out --statistics")),

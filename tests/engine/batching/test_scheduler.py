@@ -96,6 +96,7 @@ def random_request(choose: random.Random) -> Request:
         ("mixtral", WINDOW),
         ("deepseek_v3", {}),
         ("minimax", {}),
+        ("qwen3_next", {}),
     ],
 )
 def test_greedy_tokens_are_those_of_generate(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -114,9 +115,10 @@ def test_random_schedules_give_each_request_what_it_gets_alone(engine: Engine, s
     check_random_schedule(engine, seed, shares=isinstance(engine.decoder, Decoder))
 
 
-def test_sequences_with_a_state_of_their_own_share_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next"])
+def test_sequences_with_a_state_of_their_own_share_nothing(family: str, tmp_path: Path) -> None:
     """Preempted sequences, which are read again, share nothing either."""
-    save_model(tmp_path, "minimax")
+    save_model(tmp_path, family)
     engine = Engine.open(tmp_path, device="cpu")
     check_random_schedule(engine, 1, shares=False)
     with pytest.raises(OptionError, match=f"give it {cache_of(engine, 64):,} bytes or more"):

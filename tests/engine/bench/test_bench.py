@@ -86,6 +86,18 @@ def test_both_backends_hold_the_same_weights_and_cache(rows: list[dict[str, Any]
     assert rows[1]["kv_cache_bytes"] == (8 + 4) * per_position
 
 
+def test_states_are_part_of_the_cache_of_both_backends(tmp_path: Path) -> None:
+    """The bytes are counted by hand. transformers keeps a fourth input of the convolution."""
+    save_reference("qwen3_next", tmp_path)
+    tokens = torch.randint(3, 96, (1, 9))
+    for kind, inputs in ((TorchBackend, 3), (TransformersBackend, 4)):
+        backend = kind(spec(tmp_path, dtype="float32"))
+        backend.start(1, 9)
+        backend.forward(tokens)
+        states = 2 * (4 * 8 * 12 + inputs * 80)  # layers, heads, sizes of a key and a value, channels
+        assert backend.kv_cache_bytes == 4 * (states + 9 * 2 * 2 * 16), "and one layer of keys and values"
+
+
 def test_skipping_is_reported(rows: list[dict[str, Any]]) -> None:
     assert [row["experts_skipped_share"] for row in rows] == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0]
 

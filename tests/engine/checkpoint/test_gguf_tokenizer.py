@@ -84,10 +84,9 @@ def test_a_tokenizer_beside_the_file_takes_the_place_of_an_unknown_one(workplace
 def test_patterns_are_those_of_transformers() -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    both = GGUF_PRE_TOKENIZER_SPLITS.keys() & SPLITS.keys()
-    assert len(both) > 15 and {name: SPLITS[name] for name in both} == {
-        name: (GGUF_PRE_TOKENIZER_SPLITS[name],) for name in both
-    }
+    shared = GGUF_PRE_TOKENIZER_SPLITS.keys() & SPLITS.keys()
+    assert len(shared) > 15
+    assert {name: SPLITS[name] for name in shared} == {name: (GGUF_PRE_TOKENIZER_SPLITS[name],) for name in shared}
 
 
 LETTERS = ["a"] * 300

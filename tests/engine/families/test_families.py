@@ -30,20 +30,27 @@ from family_matrix import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Llama4Config, Llama4ForConditionalGeneration
+from transformers import (
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from compress.plans.apply import apply
 from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, kept_expert, narrowed_expert, pruning_plan
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder import lightning_attention
-from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.kv_cache import KeyValueCache, state_bytes
 from engine.decoder.latent_attention import Queries
 from engine.decoder.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
 from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
+from engine.families.plain_config import PlainConfig
 from engine.families.resolve import decoder_config
 from engine.families.results import loading_note
 from engine.families.table import ARCHITECTURES
+from engine.families.tensor_shapes import expected_tensors
 from engine.generation.generate import Engine
 from engine.inspect import inspect
 
@@ -128,6 +135,17 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama4_text", "all sparse", {"interleave_moe_layer_step": 1, "rope_parameters": LLAMA3, "num_hidden_layers": 3}),
     ("llama4_text", "no chunks", {"attention_chunk_size": 64, "no_rope_layers": [1, 0, 0, 1], "moe_layers": [0, 1, 3]}),
     ("minimax_m2", "yarn", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
+    (
+        "qwen3_next",
+        "every third layer full, no key heads repeated",
+        {"layer_types": None, "full_attention_interval": 3, "linear_num_key_heads": 4, "attention_bias": True},
+    ),
+    (
+        "qwen3_next",
+        "every second layer with experts, heads rotated whole",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [], "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    ),
+    ("qwen3_next", "a short filter, top-k as it is", {"linear_conv_kernel_dim": 2, "norm_topk_prob": False}),
     ("deepseek", "every second layer", {"moe_layer_freq": 2, "first_k_dense_replace": 0, "num_hidden_layers": 4}),
 ]
 
@@ -261,6 +279,50 @@ def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Pat
         Checkpoint(whole)
 
 
+def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a Qwen3.5-MoE with stacked experts, and a tensor of its layer for multi-token prediction."""
+    stored = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    blocks = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
+    for block in blocks:
+        gate, up, down = (
+            torch.stack([tensors[f"{block}.experts.{expert}.{part}_proj.weight"] for expert in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        stored |= {f"{block}.experts.gate_up_proj": torch.cat((gate, up), dim=1), f"{block}.experts.down_proj": down}
+    return stored | {"mtp.layers.0.mlp.gate.weight": torch.ones(6, 32)}
+
+
+def test_the_language_model_of_qwen3_5(made_of: Any, tmp_path: Path) -> None:
+    """The files are as published: a nested config, another prefix, tensors for images, stacked experts."""
+    made = made_of("qwen3_5_moe_text")
+    whole, pruned, expected = (tmp_path / name for name in ("whole", "pruned", "expected"))
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5MoeConfig(text_config=made.checkpoint.raw_config, vision_config=vision)
+    model = Qwen3_5MoeForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(made.reference.model.state_dict())
+    model.lm_head.load_state_dict(made.reference.lm_head.state_dict())
+    model.save_pretrained(whole)
+    save_file(as_published(load_file(whole / "model.safetensors")), whole / "model.safetensors", {"format": "pt"})
+    raw = json.loads((whole / "config.json").read_text())
+    raw["text_config"] |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": []}
+    raw["text_config"] |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    (whole / "config.json").write_text(json.dumps(raw))
+    found = inspect(str(whole), checksums=False, progress=lambda names, _: names)
+    assert found["parts_not_read"] == ["model.visual"] and found["prediction_layers_not_read"] == 1
+    assert (found["architecture"], found["parameters"]) == ("qwen3_5_moe_text", made.checkpoint.parameters)
+    assert worst(own_logits(Checkpoint(whole)), made.logits) <= 1e-4
+    plan = pruning_plan({layer: evenly(made.moe(layer)) for layer in made.layers})
+    for source, output in ((whole, pruned), (made.path / "full", expected)):
+        output.mkdir()
+        apply(plan, Checkpoint(source), output)
+    assert (pruned / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert Checkpoint(pruned).raw_config["mtp_num_hidden_layers"] == 0
+    raw["text_config"]["attn_output_gate"] = False
+    (whole / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedError, match="attn_output_gate=False"):
+        Checkpoint(whole)
+
+
 # Lightning attention
 
 
@@ -355,8 +417,9 @@ def test_decays_beside_the_weights_are_copied_and_an_outline_has_them_too(made_o
     assert len(checkpoint.derived) == 8 and all(torch.equal(tensors[name], own[name]) for name in checkpoint.derived)
 
 
-def test_a_state_goes_with_its_sequence_and_takes_nothing_back(made_of: Any) -> None:
-    checkpoint = made_of("minimax").checkpoint
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next"])
+def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made_of: Any) -> None:
+    checkpoint = made_of(family).checkpoint
     cache = KeyValueCache(checkpoint.config, 2, 16, torch.float32)
     decoder = decoder_of(checkpoint)
     with torch.no_grad():
@@ -366,9 +429,46 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(made_of: Any) -> 
         cache.extend(20)
         both = decoder(TOKENS[:, 9:10], None, cache)
     assert worst(one, both[1:]) < 1e-5
-    assert len(cache.states) == 2 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
+    layers = checkpoint.config.layers
+    assert len(cache.states) == len(layers) - 1 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
     with pytest.raises(OptionError, match="cannot undo tokens"):
         Engine.open(checkpoint.directory, draft=checkpoint.directory)
+
+
+# The gated delta rule
+
+
+def test_the_published_qwen3_5_has_35_billion_parameters() -> None:
+    """The keys are those of the language model of Qwen3.5-35B-A3B."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 256, "vocab_size": 248320, "max_position_embeddings": 262144, "full_attention_interval": 4}
+    sizes |= {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1}
+    sizes |= {"shared_expert_intermediate_size": 512, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    rope = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+    config = decoder_config({"model_type": "qwen3_5_moe_text", "rope_parameters": rope} | sizes)
+    assert isinstance(config.transformers_config, PlainConfig), "transformers is not imported for it"
+    assert len(config.linear_layers) == 30 and (config.rotary_dimension, config.prediction_layers) == (64, 1)
+    assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 34.7
+
+
+def test_the_published_qwen3_next_has_80_billion_parameters() -> None:
+    """The keys are those of Qwen3-Next-80B-A3B, which has no `layer_types`."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 256, "vocab_size": 151936, "intermediate_size": 5120, "max_position_embeddings": 262144}
+    experts = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    experts |= {"shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    delta = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+    delta |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "full_attention_interval": 4}
+    rotary = {"rope_theta": 10000000, "rope_scaling": None, "partial_rotary_factor": 0.25, "use_sliding_window": False}
+    raw = {"model_type": "qwen3_next", "attention_bias": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    config = decoder_config(raw | sizes | experts | delta | rotary)
+    assert isinstance(config.transformers_config, PlainConfig), "transformers is not imported for it"
+    assert config.caching_layers == tuple(range(3, 48, 4)) and config.rotary_dimension == 64
+    assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 79.7
+    assert state_bytes(config, torch.bfloat16) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
+    with pytest.raises(CheckpointError, match="32 linear value heads cannot share 24 linear key heads"):
+        decoder_config(raw | sizes | experts | delta | rotary | {"linear_num_key_heads": 24})
 
 
 # Layers for multi-token prediction
@@ -407,6 +507,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         {"use_rmsnorm": True, "moe_gate": "topk", "moe_use_aux_free": True, "moe_capacity": [6, 6, 6]}
         | {"num_nextn_predict_layers": 1, "is_quantized": False},
         "model.mtp_block.0.self_attn.q_proj.weight",
+    ),
+    "qwen3_next": (
+        {"full_attention_interval": 4, "use_sliding_window": False, "rope_scaling": None, "rope_theta": 10000.0},
+        "mtp.layers.0.mlp.shared_expert_gate.weight",
     ),
     "minimax_m2": (
         {"attn_type_list": [1, 1, 1], "scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"}

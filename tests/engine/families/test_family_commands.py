@@ -149,7 +149,7 @@ def test_a_bias_that_chooses_stays_float32_and_is_not_trained(tmp_path: Path) ->
     assert set(checkpoint.shapes) - set(names) == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek", "qwen3_next", "qwen3_5_moe_text"])
 def test_every_tensor_has_its_parameter(family: str, tmp_path: Path) -> None:
     save_reference(family, tmp_path)
     checkpoint = Checkpoint(tmp_path)

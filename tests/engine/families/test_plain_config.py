@@ -40,6 +40,7 @@ UNDECLARED = (
     "decoder_start_token_id",
     "a_key_of_nobody",
 )
+OF_IMAGES = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 NOT_COMPARED = frozenset(["read_as", "dtype", "id2label", "label2id", "ignore_keys_at_rope_validation"])
 
 
@@ -55,6 +56,8 @@ def variants(model_type: str) -> Iterator[dict[str, Any]]:
         del whole[key]
     yield whole
     yield {}
+    yield {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6} | OF_IMAGES}
+    yield {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25} | OF_IMAGES}
     for key in (*whole, *UNDECLARED):
         yield {name: value for name, value in whole.items() if name != key}
         for odd in ODD:

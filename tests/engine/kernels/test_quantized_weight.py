@@ -32,9 +32,9 @@ from engine.kernels.scheme import WHOLE_ROW, Scheme
 
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = ("mixtral", "qwen2_moe", "llama_moe", "granitemoeshared", "phimoe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
-KINDS = (*KINDS, "minimax_m2", "glm4_moe", "llama")
+KINDS = (*KINDS, "minimax_m2", "glm4_moe", "qwen3_next", "llama")
 """Families with experts one by one and stacked, biases and clamps, shared experts with a gate and without, latent
-attention, and a dense model."""
+and linear attention, and a dense model."""
 FAMILIES = pytest.mark.parametrize("family", KINDS)
 DIVISIBLE = {"deepseek_v3": {"q_lora_rank": 24}}
 """Sizes that are multiples of 8, where conftest has others."""

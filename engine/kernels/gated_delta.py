@@ -1,0 +1,151 @@
+"""The gated delta rule for one new position of each sequence (engine/decoder/gated_delta.py), in float32.
+
+One call does everything between the projections: the convolution, the norms of queries and keys, the recurrence, the norm
+of the outputs and their gates. The states are updated in place. Each is read twice, head by head, so that the second time
+it comes from the processor's cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from engine.kernels.arithmetic import exp, narrow, widen
+from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.memory import call, floats, halves, record_at
+from engine.kernels.parallel import kernels_at, loop_for
+
+GATED_DELTA = np.dtype(
+    [
+        ("kernels", np.int64),
+        ("mixed", np.int64),  # [T, C] bfloat16: queries of all heads, keys of all heads, values of all heads
+        ("gate", np.int64),  # [T, H, V] bfloat16
+        ("strength", np.int64),  # [T, H] bfloat16
+        ("decay", np.int64),  # [T, H] bfloat16
+        ("filters", np.int64),  # [C, K] bfloat16
+        ("decay_bias", np.int64),  # [H] float32
+        ("log_rate", np.int64),  # [H] float32
+        ("norm", np.int64),  # [V] bfloat16
+        ("state", np.int64),  # [T, H, E, V] float32
+        ("last", np.int64),  # [T, K - 1, C] float32: the last inputs of the convolution
+        ("results", np.int64),  # [T, H, V] bfloat16
+        ("tokens", np.int64),  # T, one of each sequence
+        ("heads", np.int64),  # H
+        ("key_heads", np.int64),  # G
+        ("key_size", np.int64),  # E
+        ("value_size", np.int64),  # V
+        ("filter_size", np.int64),  # K
+        ("epsilon", np.float32),  # of the norm of the outputs
+        ("key_epsilon", np.float32),  # of the norms of queries and keys
+    ],
+    align=True,
+)
+"""Arguments of the gated delta rule of one new position of each sequence."""
+delta_at = record_at(GATED_DELTA)
+
+
+@kernel(JOB, calls=("parallel_for", "serial_for", "gated_delta_block"))
+def gated_delta(address: Any) -> None:
+    """Compute the heads of all sequences, which are shared among threads."""
+    job = delta_at(address)
+    table = kernels_at(job.kernels)
+    loop = loop_for(table, 4 * job.tokens * job.heads * job.key_size * job.value_size)
+    call(loop, (table.gated_delta_block, address, job.tokens * job.key_heads))
+
+
+@inline
+def _silu(x: Any) -> Any:
+    return x / (np.float32(1.0) + exp(-x))
+
+
+@helper
+def _convolve(address: Any, token: Any, first: Any, y_N: Any) -> None:
+    """Write silu of the convolution of some adjacent channels, and move these channels' inputs one place on."""
+    job = delta_at(address)
+    size, count = job.filter_size, y_N.shape[0]
+    channels = 2 * job.key_heads * job.key_size + job.heads * job.value_size
+    x_N = numba.carray(halves(job.mixed + 2 * (token * channels + first)), (count,))
+    filter_NK = numba.carray(halves(job.filters + 2 * first * size), (count, size))
+    last_SC = numba.carray(floats(job.last + 4 * token * (size - 1) * channels), (size - 1, channels))
+    for index in range(count):
+        x, channel = widen(x_N[index]), first + index
+        y = x * widen(filter_NK[index, size - 1])
+        for place in range(size - 1):
+            y += last_SC[place, channel] * widen(filter_NK[index, place])
+        for place in range(size - 2):
+            last_SC[place, channel] = last_SC[place + 1, channel]
+        if size > 1:
+            last_SC[size - 2, channel] = x
+        y_N[index] = _silu(y)
+
+
+@helper
+def _normalize(x_E: Any, epsilon: Any, factor: Any) -> None:
+    squares = np.float32(0.0)
+    for index in range(x_E.shape[0]):
+        squares += x_E[index] * x_E[index]
+    scale = factor / np.sqrt(squares + epsilon)
+    for index in range(x_E.shape[0]):
+        x_E[index] *= scale
+
+
+@helper
+def _recur(state: Any, kept: Any, strength: Any, query_E: Any, key_E: Any, value_V: Any, mixed_V: Any) -> None:
+    """Update one head's state, and write its output. The values are overwritten."""
+    state_EV = numba.carray(floats(state), (key_E.shape[0], value_V.shape[0]))
+    mixed_V[:] = np.float32(0.0)
+    for row in range(key_E.shape[0]):
+        key = key_E[row]
+        for index in range(value_V.shape[0]):
+            left = kept * state_EV[row, index]
+            state_EV[row, index] = left
+            mixed_V[index] += key * left
+    for index in range(value_V.shape[0]):
+        value_V[index] = strength * (value_V[index] - mixed_V[index])
+        mixed_V[index] = np.float32(0.0)
+    for row in range(key_E.shape[0]):
+        key, query = key_E[row], query_E[row]
+        for index in range(value_V.shape[0]):
+            left = state_EV[row, index] + key * value_V[index]
+            state_EV[row, index] = left
+            mixed_V[index] += query * left
+
+
+@helper
+def _kept(address: Any, token: Any, head: Any) -> Any:
+    """Return α of one head."""
+    job = delta_at(address)
+    decay = widen(numba.carray(halves(job.decay), (job.tokens, job.heads))[token, head])
+    decay += numba.carray(floats(job.decay_bias), (job.heads,))[head]
+    if decay < np.float32(20.0):  # beyond, softplus(x) is x in float32
+        decay = np.float32(np.log1p(np.exp(decay)))
+    return exp(-exp(numba.carray(floats(job.log_rate), (job.heads,))[head]) * decay)
+
+
+@kernel(BLOCK)
+def gated_delta_block(address: Any, block: Any) -> None:
+    """Compute the heads of values of one sequence that share one head of queries and keys."""
+    job = delta_at(address)
+    token, group = block // job.key_heads, block % job.key_heads
+    keys, size, shared = job.key_heads * job.key_size, job.value_size, job.heads // job.key_heads
+    query_E, key_E = np.empty(job.key_size, np.float32), np.empty(job.key_size, np.float32)
+    value_V, mixed_V = np.empty(size, np.float32), np.empty(size, np.float32)
+    _convolve(address, token, group * job.key_size, query_E)
+    _convolve(address, token, keys + group * job.key_size, key_E)
+    _normalize(query_E, job.key_epsilon, np.float32(1.0) / np.sqrt(np.float32(job.key_size)))
+    _normalize(key_E, job.key_epsilon, np.float32(1.0))
+    norm_V = numba.carray(halves(job.norm), (size,))
+    for head in range(group * shared, (group + 1) * shared):
+        place = token * job.heads + head
+        _convolve(address, token, 2 * keys + head * size, value_V)
+        logit = widen(numba.carray(halves(job.strength), (job.tokens * job.heads,))[place])
+        strength = np.float32(1.0) / (np.float32(1.0) + exp(-logit))
+        state = job.state + 4 * place * job.key_size * size
+        _recur(state, _kept(address, token, head), strength, query_E, key_E, value_V, mixed_V)
+        gate_V = numba.carray(halves(job.gate + 2 * place * size), (size,))
+        results_V = numba.carray(halves(job.results + 2 * place * size), (size,))
+        _normalize(mixed_V, job.epsilon * np.float32(size), np.sqrt(np.float32(size)))
+        for index in range(size):
+            results_V[index] = narrow(mixed_V[index] * widen(norm_V[index]) * _silu(widen(gate_V[index])))
