@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from shutil import copyfile
-from tempfile import TemporaryDirectory
+from shutil import copyfile, rmtree
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from engine.checkpoint.gguf_tokenizer import write_tokenizer
@@ -68,8 +69,8 @@ class GgufModel:
         A tokenizer.json beside the file is copied if the metadata has no tokenizer or one that is not known. Raises
         CheckpointError.
         """
-        self._temporary = TemporaryDirectory(prefix="gguf-tokenizer-")
-        directory, beside = Path(self._temporary.name), self.path.parent
+        directory, beside = Path(mkdtemp(prefix="gguf-tokenizer-")), self.path.parent
+        weakref.finalize(self, rmtree, directory, ignore_errors=True)
         try:
             write_tokenizer(self.metadata, self.by_name[EMBEDDINGS].tensors[EMBEDDINGS].shape[0], directory)
         except CheckpointError:
