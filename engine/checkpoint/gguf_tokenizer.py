@@ -106,8 +106,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     if wrong := [merge for merge in merges if len(merge) != 2]:
         raise CheckpointError(f"metadata: tokenizer.ggml.merges has {shown(' '.join(wrong[0]))}, which is not a pair")
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    model: Any = models.BPE(vocabulary, merges, ignore_merges=name in WHOLE_TOKENS_FIRST)
-    tokenizer = Tokenizer(model)
+    pairs = [(merge[0], merge[1]) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name in WHOLE_TOKENS_FIRST))
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS[name]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -118,14 +118,15 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     """Return a tokenizer as transformers converts it: its merges are found from the scores of the pieces."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import sentencepiece_tokenizer  # takes over a second
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as transformers_conversion  # takes over a second
 
     found: dict[str, Any] = {"tokens": tokens, "scores": _numbers(metadata, "scores", len(tokens))}
     if found["scores"] is None:
         raise CheckpointError("metadata: tokenizer.ggml.scores is missing")
     if "tokenizer.ggml.merges" in metadata:
         found["merges"] = _strings(metadata, "merges")
-    backend: Any = sentencepiece_tokenizer(found).backend_tokenizer
+    convert: Any = transformers_conversion.sentencepiece_tokenizer
+    backend = convert(found).backend_tokenizer
     if metadata.get("tokenizer.ggml.add_space_prefix", True) is False:
         backend.pre_tokenizer.prepend_scheme = "never"
     return backend

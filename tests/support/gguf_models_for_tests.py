@@ -222,7 +222,7 @@ SAID: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "minimax_m2": lambda config: {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2},
 }
-"""What the conversion of a family writes beside the keys that all of them have."""
+"""Keys that the conversion of a family writes beside those that all of them have."""
 
 
 def save_gguf(checkpoint: Checkpoint, path: Path, **changes: Any) -> Path:

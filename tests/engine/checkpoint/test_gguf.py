@@ -69,7 +69,6 @@ def test_blocks_are_read_as_their_numbers(family: str, tmp_path: Path) -> None:
     tensors = {name: read.tensor(name, torch.float32) for name in read.shapes}
 
     assert torch.equal(decoder_of(read)(TOKENS), Decoder(own.config, tensors.__getitem__)(TOKENS))
-    assert worst(own_logits(read), own_logits(own)) < 0.5
     read.check_finite()
 
 
@@ -78,9 +77,9 @@ def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pyte
     read = Checkpoint(write_gguf(tmp_path / "m.gguf", gguf_metadata(own), quantized(gguf_tensors(own))))
     whole, seen = gguf_blocks.dequantized, list[int]()
 
-    def counted(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
+    def counted(blocks: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(blocks.numel())
-        return whole(blocks, kind)
+        return whole(blocks, *others)
 
     monkeypatch.setattr(gguf_blocks, "dequantized", counted)
     read.tensor(expert_tensor(read.config.architecture, 1, 4, 0))
