@@ -55,6 +55,7 @@ def test_the_refit_lowers_the_error_and_changes_down_projections_alone(place: Pa
     assert changed == {name for name in fitted if name.endswith("w2.weight")}
 
 
+@pytest.mark.slow
 def test_a_plan_repeats_the_result(place: Path) -> None:
     run(*UNITS, "--sparsity", "0.5", "-o", "first", "--plan-output", "units.json")
     plan = json.loads((place / "units.json").read_text())
@@ -76,6 +77,7 @@ def test_widths_differ_with_the_global_scope_and_experts_leave_with_granularity_
     assert min(both["experts_per_layer"]) >= 2, "as many as a token chooses"
 
 
+@pytest.mark.slow
 def test_training_afterwards_starts_from_the_refit(place: Path) -> None:
     run(*UNITS, "--sparsity", "0.5", "--uniform", "-o", "refitted")
     figures = run(*UNITS, "--sparsity", "0.5", "--uniform", "--recover-steps", "2", "-o", "recovered")
@@ -107,6 +109,7 @@ def test_shared_experts_and_dense_ffns_are_offered_too(
     assert again["perplexity_after"] == pytest.approx(figures["perplexity_after"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_methods_of_both_kinds(place: Path) -> None:
     values = run("prune", "model", *TEXT, "--method", "reap,unit-magnitude", "--sparsity", "0.5", "-o", "sweep")
     assert [figures["granularity"] for figures in values["runs"]] == ["expert", "unit"]
