@@ -74,8 +74,7 @@ def expert_gram_bytes(width: int) -> int:
 
 def held_bytes(config: DecoderConfig, include: Collection[str] = ()) -> int:
     """Return the most bytes that `collect_units` holds besides a layer and a batch."""
-    widest = max(width for own in config.ffn_widths(include).values() for width in own)
-    return max(GRAM_BYTES, 2 * expert_gram_bytes(widest))
+    return max(GRAM_BYTES, 2 * expert_gram_bytes(config.widest_ffn(include)))
 
 
 def collect_units(

@@ -6,21 +6,23 @@ from compress.commands.command import Figures, Given
 from compress.commands.output import table
 from compress.report.columns import number, size, with_error, with_interval
 
+REFIT_LINES = (
+    ("output error of each layer, before and after the refit", "error_without_per_layer", "error_per_layer", 1),
+    ("error after each layer, before and after its correction", "drift_before_per_layer", "drift_per_layer", 2),
+)
+"""The line of a refit, and of a correction without one: its text, the figures by layer, and their digits."""
+
 
 def show_figures(given: Given, figures: Figures) -> Figures:
     """Print the figures of a smaller model beside those of the model it was made from, and return them."""
     given.say(table(_rows(figures)))
     if figures["experts_per_layer"]:
         given.say(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
-    refit = figures.get("refit")
-    if refit and "error_per_layer" in refit:
-        errors = zip(refit["error_without_per_layer"], refit["error_per_layer"], strict=True)
-        layers = [f"{before:.1%} {after:.1%}" for before, after in errors if after is not None]
-        given.say(f"output error of each layer, before and after the refit: {', '.join(layers) or 'not measured'}")
-    elif refit:
-        pairs = zip(refit["drift_before_per_layer"], refit["drift_per_layer"], strict=True)
-        layers = [f"{before:.2%} {after:.2%}" for before, after in pairs if after is not None]
-        given.say(f"error after each layer, before and after its correction: {', '.join(layers) or 'not measured'}")
+    if refit := figures.get("refit"):
+        title, before, after, digits = next(line for line in REFIT_LINES if line[1] in refit)
+        pairs = zip(refit[before], refit[after], strict=True)
+        layers = [f"{without:.{digits}%} {fitted:.{digits}%}" for without, fitted in pairs if fitted is not None]
+        given.say(f"{title}: {', '.join(layers) or 'not measured'}")
     if bits := figures.get("weight_bits"):
         share, off = figures["bytes_not_quantized_share"], figures["relative_weight_error"]
         given.say(f"weights of {bits} bits are off by {off or 0:.2%}; {share:.0%} of the bytes keep their dtype")

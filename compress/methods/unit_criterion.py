@@ -41,8 +41,7 @@ def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool
     """
 
     def most_bytes(config: DecoderConfig, include: tuple[str, ...] = ()) -> int:
-        widest = max(width for own in config.ffn_widths(include).values() for width in own)
-        return max(held_bytes(config, include), inverts * INVERSE_MATRICES * 8 * widest**2)
+        return max(held_bytes(config, include), inverts * INVERSE_MATRICES * 8 * config.widest_ffn(include) ** 2)
 
     def plan(run: MethodRun) -> Plan:
         budget, config = run.prepared.budget, run.prepared.checkpoint.config

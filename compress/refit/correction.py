@@ -64,15 +64,13 @@ def held_bytes(config: DecoderConfig, include: tuple[str, ...], itemsize: int) -
     """Return the most bytes that a correction holds besides a layer of the full model and a batch: a layer of the smaller
     model, and the matrices of one FFN.
     """
-    widths = config.ffn_widths(include).values()
-    matrices = 3 * 8 * min(WIDEST_GRAM, max(map(max, widths))) ** 2
-    return max(map(sum, widths)) * 3 * config.hidden_size * itemsize + matrices
+    matrices = 3 * 8 * min(WIDEST_GRAM, config.widest_ffn(include)) ** 2
+    return max(map(sum, config.ffn_widths(include).values())) * 3 * config.hidden_size * itemsize + matrices
 
 
 def check_width(config: DecoderConfig) -> None:
     """Raise OptionError for whole experts that are too wide to be corrected."""
-    widest = max(map(max, config.ffn_widths().values()))
-    if widest > WIDEST_GRAM:
+    if (widest := config.widest_ffn()) > WIDEST_GRAM:
         raise OptionError(
             f"experts have {widest} hidden units, and a correction takes at most {WIDEST_GRAM}; leave out --correct"
         )

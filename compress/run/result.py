@@ -147,8 +147,8 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         if own is not None:
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
-        width = max(map(max, source.config.ffn_widths().values()), default=0)
-        models = [_before(run, before), _after(options, made, result, own, after, width)]
+        widest = source.config.widest_ffn()
+        models = [_before(run, before), _after(options, made, result, own, after, widest)]
         record = ExpertRecord(*(model.seen for model in models))
         if record.after.routed or record.after.within:
             save_record(record, directory)

@@ -19,7 +19,7 @@ from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears, multiplies_bfloat16
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, frozen, frozen_tensor
 
 Cache = KeyValueCache | PagedBatch
 
@@ -128,7 +128,7 @@ class Attention(nn.Module):
             return frozen(tensor(f"{prefix}.{name}"))
 
         def optional(name: str, present: bool) -> nn.Parameter | None:
-            return nn.Parameter(as_tensor(tensor(f"{prefix}.{name}")), requires_grad=False) if present else None
+            return frozen_tensor(tensor(f"{prefix}.{name}")) if present else None
 
         self.query, self.key, self.value = weight("q_proj.weight"), weight("k_proj.weight"), weight("v_proj.weight")
         self.output = weight("o_proj.weight")

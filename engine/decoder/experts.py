@@ -32,7 +32,7 @@ from engine.kernels.linear import (
     plain,
     serves_rows,
 )
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, frozen, frozen_tensor
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
 
@@ -318,7 +318,7 @@ def router_logits(
 
 
 def _frozen(weight: Weight | None) -> nn.Parameter | None:
-    return None if weight is None else nn.Parameter(as_tensor(weight), requires_grad=False)
+    return None if weight is None else frozen_tensor(weight)
 
 
 def route_through(

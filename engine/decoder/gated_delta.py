@@ -34,7 +34,7 @@ from engine.families.layer_config import GatedDeltaConfig
 from engine.families.tensor_names import GATED_DELTA, SPLIT_GATED_DELTA, attention_prefix
 from engine.kernels.kernel_choice import KernelChoice
 from engine.kernels.linear import as_bfloat16, linear, linears
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, frozen, frozen_tensor
 
 BLOCK = GatedDeltaConfig.block
 """Number of positions in one block."""
@@ -69,11 +69,11 @@ class GatedDelta(nn.Module):
         prefix = attention_prefix(config, layer)
         *projections, filters, bias, rate, norm, output = (tensor(f"{prefix}.{name}") for name in self.names)
         self._keep(*projections)
-        self.filter_C1K, self.decay_bias_H, self.log_rate_H = map(_parameter, (filters, bias, rate))
-        self.norm_V, self.output = _parameter(norm), frozen(output)
+        self.filter_C1K, self.decay_bias_H, self.log_rate_H = map(frozen_tensor, (filters, bias, rate))
+        self.norm_V, self.output = frozen_tensor(norm), frozen(output)
 
     def _keep(self, *projections: Weight) -> None:
-        self.inputs, self.numbers = frozen(projections[0]), _parameter(projections[1])
+        self.inputs, self.numbers = frozen(projections[0]), frozen_tensor(projections[1])
 
     @property
     def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
@@ -162,7 +162,7 @@ class SplitGatedDelta(GatedDelta):
 
     def _keep(self, *projections: Weight) -> None:
         self.inputs, self.gate = frozen(projections[0]), frozen(projections[1])
-        self.strength_HD, self.decay_HD = _parameter(projections[2]), _parameter(projections[3])
+        self.strength_HD, self.decay_HD = frozen_tensor(projections[2]), frozen_tensor(projections[3])
 
     @property
     def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
@@ -175,10 +175,6 @@ class SplitGatedDelta(GatedDelta):
         mixed_BLC, gate_BLX = linears(x_BLD, (self.inputs, self.gate), nothing, choice)
         strength_BLH, decay_BLH = linears(x_BLD, (self.strength_HD, self.decay_HD), nothing, choice)
         return Projected(mixed_BLC, gate_BLX.unflatten(-1, (self.sizes.heads, -1)), strength_BLH, decay_BLH)
-
-
-def _parameter(weight: Weight) -> nn.Parameter:
-    return nn.Parameter(as_tensor(weight), requires_grad=False)
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from engine.families.config import DecoderConfig
 from engine.families.tensor_names import LATENT_UP
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import is_emulated, linear, linears
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, frozen, frozen_tensor
 
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, independent of the config."""
@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         self.pairs, self.scale = config.rotary_pairs, softmax_scale(config)
 
         def parameter(name: str, present: bool = True) -> nn.Parameter | None:
-            return nn.Parameter(as_tensor(tensor(f"{prefix}.{name}")), requires_grad=False) if present else None
+            return frozen_tensor(tensor(f"{prefix}.{name}")) if present else None
 
         def weight(name: str) -> nn.Parameter | QuantizedWeight:
             return frozen(tensor(f"{prefix}.{name}"))

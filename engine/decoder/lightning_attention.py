@@ -27,7 +27,7 @@ from engine.families.config import DecoderConfig
 from engine.families.layer_config import LightningConfig
 from engine.families.tensor_names import LIGHTNING
 from engine.kernels.linear import linear, linears
-from engine.kernels.quantized_weight import Weight, as_tensor, frozen
+from engine.kernels.quantized_weight import Weight, frozen, frozen_tensor
 
 BLOCK = LightningConfig.block
 """Number of positions in one block."""
@@ -43,7 +43,7 @@ class LightningAttention(nn.Module):
         self.layer, self.heads = layer, config.attention_heads
         qkv, gate, norm, output = (f"model.layers.{layer}.self_attn.{name}" for name in LIGHTNING)
         self.qkv, self.gate, self.output = frozen(tensor(qkv)), frozen(tensor(gate)), frozen(tensor(output))
-        self.norm = nn.Parameter(as_tensor(tensor(norm)), requires_grad=False)
+        self.norm = frozen_tensor(tensor(norm))
         self.rates_H = decay_rates(config.attention_heads, layer, len(config.layers)).to(self.norm.device)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:

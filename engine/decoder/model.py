@@ -63,7 +63,7 @@ from engine.families.tensor_names import (
 from engine.kernels.devices import keep_few_shapes
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import linear, plain
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen, frozen_tensor
 
 TensorSource = Callable[[str], Weight]
 FINAL_NORM = "model.norm"
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         """made: called with each layer and its index before the next layer is made."""
         super().__init__()
         self.config = config
-        self.embedding_VD = _frozen(tensor("model.embed_tokens.weight"))
+        self.embedding_VD = frozen_tensor(tensor("model.embed_tokens.weight"))
         self.layers = nn.ModuleList()
         for index in range(len(config.layers)):
             layer = DecoderLayer(config, index, tensor)
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
                 made(index, layer)
         self.norm, self.norm_bias = _norm(config, FINAL_NORM, tensor)
         self.head = self.embedding_VD if config.tied_embeddings else frozen(tensor("lm_head.weight"))
-        self.head_bias_V = _frozen(tensor("lm_head.bias")) if config.head_bias else None
+        self.head_bias_V = frozen_tensor(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
         self._step = DecodeStep(config, self.layers)
         self.checkpoint_activations = False
@@ -431,9 +431,5 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
 
 
 def _norm(config: DecoderConfig, name: str, tensor: TensorSource) -> tuple[nn.Parameter, nn.Parameter | None]:
-    bias = _frozen(tensor(f"{name}.bias")) if config.layer_norm else None
-    return _frozen(tensor(f"{name}.weight")), bias
-
-
-def _frozen(weight: Weight) -> nn.Parameter:
-    return nn.Parameter(as_tensor(weight), requires_grad=False)
+    bias = frozen_tensor(tensor(f"{name}.bias")) if config.layer_norm else None
+    return frozen_tensor(tensor(f"{name}.weight")), bias

@@ -114,6 +114,10 @@ class DecoderConfig:
                 found[index] = widths
         return found
 
+    def widest_ffn(self, include: Collection[str] = ()) -> int:
+        """Return the largest of these numbers; 0 where there are none."""
+        return max((width for own in self.ffn_widths(include).values() for width in own), default=0)
+
     @property
     def experts_by_layer(self) -> dict[int, int]:
         """Number of routed experts of each MoE layer, by decoder layer index."""

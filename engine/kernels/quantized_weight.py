@@ -78,6 +78,11 @@ def as_tensor(weight: Weight) -> Tensor:
     return weight
 
 
+def frozen_tensor(weight: Weight) -> nn.Parameter:
+    """Return such a weight in the form that a module keeps as an attribute."""
+    return nn.Parameter(as_tensor(weight), requires_grad=False)
+
+
 def moved(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Weight:
     """Return the weight on this device, and in this dtype unless it is low-bit. A weight that fits is returned itself."""
     return weight.to(device) if isinstance(weight, QuantizedWeight) else weight.to(device=device, dtype=dtype)

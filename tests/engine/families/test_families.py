@@ -253,10 +253,25 @@ def test_queries_that_are_not_rotated_grow_with_their_position(tmp_path: Path) -
 # A language model beside other parts
 
 
+def pruned_like_its_language_model(made: Any, whole: Path) -> Path:
+    """Check that a model of images has the logits of its language model, and that both have the same tensors when pruned.
+
+    whole: the model of images. Returns the directory of its result.
+    """
+    assert worst(own_logits(Checkpoint(whole)), made.logits) <= 1e-4
+    plan = pruning_plan({layer: evenly(made.moe(layer)) for layer in made.layers})
+    pruned, expected = whole.parent / "pruned", whole.parent / "expected"
+    for source, output in ((whole, pruned), (made.path / "full", expected)):
+        output.mkdir()
+        apply(plan, Checkpoint(source), output)
+    assert (pruned / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    return pruned
+
+
 def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Path) -> None:
     """The files are as in published Llama 4: a nested config, a name prefix, and other tensors for images."""
     made = made_of("llama4_text")
-    whole, pruned, expected = (tmp_path / name for name in ("whole", "pruned", "expected"))
+    whole = tmp_path / "whole"
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28}
     vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
     config = Llama4Config(text_config=made.checkpoint.raw_config, vision_config=vision)
@@ -266,12 +281,7 @@ def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Pat
     found = inspect(str(whole), checksums=False, progress=lambda names, _: names)
     assert found["parts_not_read"] == ["vision_model", "multi_modal_projector"]
     assert (found["architecture"], found["parameters"]) == ("llama4_text", made.checkpoint.parameters)
-    assert worst(own_logits(Checkpoint(whole)), made.logits) <= 1e-4
-    plan = pruning_plan({layer: evenly(made.moe(layer)) for layer in made.layers})
-    for source, output in ((whole, pruned), (made.path / "full", expected)):
-        output.mkdir()
-        apply(plan, Checkpoint(source), output)
-    assert (pruned / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    pruned = pruned_like_its_language_model(made, whole)
     assert Checkpoint(pruned).raw_config["architectures"] == ["Llama4ForCausalLM"]
     raw = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps({key: raw[key] for key in raw if key != "text_config"}))
@@ -295,7 +305,7 @@ def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_the_language_model_of_qwen3_5(made_of: Any, tmp_path: Path) -> None:
     """The files are as published: a nested config, another prefix, tensors for images, stacked experts."""
     made = made_of("qwen3_5_moe_text")
-    whole, pruned, expected = (tmp_path / name for name in ("whole", "pruned", "expected"))
+    whole = tmp_path / "whole"
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     config = Qwen3_5MoeConfig(text_config=made.checkpoint.raw_config, vision_config=vision)
     model = Qwen3_5MoeForConditionalGeneration(config)
@@ -310,12 +320,7 @@ def test_the_language_model_of_qwen3_5(made_of: Any, tmp_path: Path) -> None:
     found = inspect(str(whole), checksums=False, progress=lambda names, _: names)
     assert found["parts_not_read"] == ["model.visual"] and found["prediction_layers_not_read"] == 1
     assert (found["architecture"], found["parameters"]) == ("qwen3_5_moe_text", made.checkpoint.parameters)
-    assert worst(own_logits(Checkpoint(whole)), made.logits) <= 1e-4
-    plan = pruning_plan({layer: evenly(made.moe(layer)) for layer in made.layers})
-    for source, output in ((whole, pruned), (made.path / "full", expected)):
-        output.mkdir()
-        apply(plan, Checkpoint(source), output)
-    assert (pruned / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    pruned = pruned_like_its_language_model(made, whole)
     assert Checkpoint(pruned).raw_config["mtp_num_hidden_layers"] == 0
     raw["text_config"]["attn_output_gate"] = False
     (whole / "config.json").write_text(json.dumps(raw))

@@ -255,6 +255,11 @@ class Gated(nn.Module):
         raise AssertionError("eager is not wanted")
 
 
+def clamped_halves(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.clamp(max=limit), up.clamp(-limit, limit)
+
+
 @use_experts_implementation
 class Clamped(Gated):
     """A clamped SwiGLU over halves."""
@@ -262,8 +267,7 @@ class Clamped(Gated):
     alpha, limit = 1.702, 2.0
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate, up = clamped_halves(gate_up, self.limit)
         return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
@@ -274,8 +278,7 @@ class ClampedOtherwise(Gated):
     alpha, limit = 1.0, 2.0
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate, up = clamped_halves(gate_up, self.limit)
         return nn.functional.silu(gate) * up
 
 
