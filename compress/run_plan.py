@@ -24,8 +24,9 @@ from compress.options.plan_run import RunOptions
 from compress.report.figures import PhaseFigures, PlanRunFigures
 from compress.run.result import SKIP_TABLE_SEQUENCES
 from engine.checkpoint.block_float8 import block_of
-from engine.checkpoint.checkpoint import DEMO, DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import is_hub_id, split
+from engine.checkpoint.model_directory import DEMO, DEMO_DIRECTORY
 from engine.checkpoint.mxfp4 import is_packed
 from engine.checkpoint.pack_quantized import schemes_of
 from engine.errors import CheckpointError, OptionError, UnsupportedError

@@ -39,7 +39,8 @@ from engine.checkpoint.artifact import (
     whole_or_nothing,
     write_provenance,
 )
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.families.results import loading_note
 from engine.files.json_file import write_json

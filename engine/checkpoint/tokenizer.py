@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.plain_tokenizer import read_plain_tokenizer
 from engine.checkpoint.tokenizer_checks import check_tokenizer_files
 from engine.errors import CheckpointError, CompressError, OptionError, is_panic

@@ -51,7 +51,7 @@ class GgufFamily:
     feed_forward_norm: str = "ffn_norm"
     """Name of the norm after attention."""
     only_if: Callable[[Facts], bool] = lambda facts: True
-    """Whether a file of this architecture is of this family. Of several rows the first one is taken."""
+    """Whether a file of this architecture is of this family. The first row that fits is taken."""
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """Return the content of config.json. Raises CheckpointError and UnsupportedError naming the key."""

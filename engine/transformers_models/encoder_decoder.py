@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.checkpoint import check_generation
 from engine.checkpoint.kinds import is_exported_encoder_decoder
+from engine.checkpoint.model_directory import check_generation
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.encoder_decoders import ENCODER_DECODERS, EXPERT_OF_BLOCK, FFN_PROJECTIONS, STACKS, EncoderDecoder

@@ -192,12 +192,13 @@ def test_a_value_that_is_not_finite_is_found(tmp_path: Path) -> None:
         Checkpoint(write_gguf(tmp_path / "m.gguf", gguf_metadata(own), tensors)).check_finite()
 
 
-def test_damaged_models_raise_nothing_else(tmp_path: Path) -> None:
-    """300 changed bytes in the header, where the metadata is: the model is read or refused in one line."""
+@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.slow)])
+def test_damaged_models_raise_nothing_else(count: int, tmp_path: Path) -> None:
+    """A changed byte in the header, where the metadata is: the model is read or refused in one line."""
     own = make(tmp_path)
     data = gguf_bytes(gguf_metadata(own), gguf_tensors(own))
     path, messages, end = tmp_path / "m.gguf", list[str](), data.index(b"output.weight") + 200
-    for number in range(300):
+    for number in range(count):
         chosen = random.Random(number)
         place = chosen.randrange(end)
         path.write_bytes(data[:place] + bytes([data[place] ^ chosen.randrange(1, 256)]) + data[place + 1 :])
@@ -205,7 +206,7 @@ def test_damaged_models_raise_nothing_else(tmp_path: Path) -> None:
             Checkpoint(path)
         except CompressError as error:
             messages.append(str(error))
-    assert len(messages) > 150 and not any("\n" in message for message in messages)
+    assert len(messages) > count / 2 and not any("\n" in message for message in messages)
 
 
 def test_numbers_that_were_rounded_to_float32_are_decimals_again() -> None:

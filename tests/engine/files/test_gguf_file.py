@@ -130,11 +130,12 @@ def test_the_last_tensor_needs_no_padding(tmp_path: Path) -> None:
     assert torch.equal(GgufFile(tmp_path / "m.gguf").tensor("a"), tensors["a"])
 
 
-def test_damaged_files_raise_nothing_else(tmp_path: Path) -> None:
-    """2,000 changed or cut files are read or refused; none of them raises another exception."""
+@pytest.mark.parametrize("count", [200, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_damaged_files_raise_nothing_else(count: int, tmp_path: Path) -> None:
+    """Changed and cut files are read or refused; none of them raises another exception."""
     good = gguf_bytes({"general.architecture": "x", "k": [1, 2], "t": ["a", "b"], "f": 0.5}, TWO)
     path, messages = tmp_path / "m.gguf", list[str]()
-    for number in range(2_000):
+    for number in range(count):
         chosen = random.Random(number)
         place = chosen.randrange(len(good))
         bits = bytes([good[place] ^ chosen.randrange(1, 256)])
@@ -144,7 +145,7 @@ def test_damaged_files_raise_nothing_else(tmp_path: Path) -> None:
             _ = [file.tensor(name) for name in file.entries]
         except CompressError as error:
             messages.append(str(error))
-    assert len(messages) > 500 and not any("\n" in message for message in messages)
+    assert len(messages) > count / 4 and not any("\n" in message for message in messages)
 
 
 def split(tmp_path: Path, *, count: int = 2, tensors: int = 2, names: tuple[str, str] = ("a", "b")) -> Path:
