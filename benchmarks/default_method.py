@@ -44,7 +44,8 @@ def windows_of(model: str, half: str, count: int, source: str = "stdlib") -> Any
     model: one of MODELS, or a directory.
     """
     from calibrate.windows import text_windows
-    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_directory import resolve
     from engine.checkpoint.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(Checkpoint(resolve(MODELS.get(model, model))))
@@ -67,7 +68,8 @@ def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
     """Return the losses on every window of both halves, by sparsity; the full model has sparsity 0."""
     from compress.plans.apply import planned_decoder
     from compress.prune import make_plan
-    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_directory import resolve
     from engine.decoder.model import Decoder
 
     halves = {half: windows_of(model, half, count) for half in HALVES}

@@ -127,7 +127,8 @@ def run_one(subject: Subject, method: str, seed: int, count: int, samples: int) 
     """Return the losses on every window, by cell, with processor seconds."""
     from compress.plans.apply import planned_decoder
     from compress.prune import make_plan, recovered, refitted
-    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_directory import resolve
     from engine.decoder.model import Decoder
 
     windows = windows_of(subject.directory, "report", count, subject.source)
