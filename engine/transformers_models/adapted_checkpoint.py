@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.checkpoint import Checkpoint, check_generation
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import check_generation
 from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
@@ -29,7 +30,7 @@ from engine.files.element_type import ElementType
 from engine.files.finite import can_check, is_finite
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
-from engine.files.safetensors_file import SafetensorsFile, open_shards
+from engine.files.safetensors_file import open_shards
 from engine.passes import heap
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.expert_layers import CountKey, FoundLayers, find_count_key, find_layers, skeleton
@@ -60,7 +61,7 @@ class AdaptedCheckpoint(Checkpoint):
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for a model that does not fit."""
         check_entries(directory)
-        self.directory = directory
+        self.directory, self.gguf = directory, None
         self.provenance = read_provenance(directory)
         if self.provenance is not None:
             check_sizes(directory, self.provenance)
@@ -76,8 +77,9 @@ class AdaptedCheckpoint(Checkpoint):
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
         check_generation(directory, self.config.vocabulary_size)
-        self._by_name, self.files = open_shards(directory)
-        self._check_names_and_shapes(self._by_name)
+        self._stored, files = open_shards(directory)
+        self._by_name, self.files = self._stored, [*files]
+        self._check_names()
 
     @property
     def model_type(self) -> str:
@@ -116,7 +118,7 @@ class AdaptedCheckpoint(Checkpoint):
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         prefix, found = self.model.base_model_prefix, {}
-        for name in self._by_name:
+        for name in self._stored:
             target, _ = rename_source_key(name, renamings, converters, prefix, known)
             if target not in known and name in known:
                 target, _ = rename_source_key(name, [], [], prefix, known)
@@ -143,7 +145,7 @@ class AdaptedCheckpoint(Checkpoint):
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         return tuple(f"{name}." for name in (around, *(own[id(end)] for end in ends if end is not None)))
 
-    def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
+    def _check_names(self) -> None:
         """Raise CheckpointError for a tensor of the decoder that is missing.
 
         A conversion with several results hides the names of all but one of them; `loaded` finds what is missing there.
@@ -191,7 +193,7 @@ class AdaptedCheckpoint(Checkpoint):
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        stored = {name: self._by_name[name].tensor(name) for name in names}
+        stored = {name: self._stored[name].tensor(name) for name in names}
         config = LoadStateDictConfig(
             dtype=dtype,
             dtype_plan=model._get_dtype_plan(dtype),
@@ -211,12 +213,12 @@ class AdaptedCheckpoint(Checkpoint):
 
     def stored_tensor(self, name: str) -> Tensor:
         """Return a tensor of the files under its name there, memory-mapped."""
-        return self._by_name[name].tensor(name)
+        return self._stored[name].tensor(name)
 
     @property
     def stored_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of every tensor of the files, under its name there."""
-        entries = {name: file.entries[name] for name, file in self._by_name.items()}
+        entries = {name: file.entries[name] for name, file in self._stored.items()}
         return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
 
     # What Checkpoint offers, from the files alone
@@ -229,7 +231,7 @@ class AdaptedCheckpoint(Checkpoint):
     @property
     def bytes(self) -> int:
         """Size of the stored tensors in bytes."""
-        return sum(file.entries[name].nbytes for name, file in self._by_name.items())
+        return sum(file.entries[name].nbytes for name, file in self._stored.items())
 
     @property
     def plain_bytes(self) -> int:
@@ -242,7 +244,7 @@ class AdaptedCheckpoint(Checkpoint):
         sizes: dict[ElementType, int] = {}
         for index in range(self.found.count):
             for name in self.names_by_layer[index]:
-                entry = self._by_name[name].entries[name]
+                entry = self._stored[name].entries[name]
                 sizes[entry.element] = sizes.get(entry.element, 0) + entry.nbytes
         return max(sizes, key=lambda element: sizes[element])
 
@@ -276,8 +278,8 @@ class AdaptedCheckpoint(Checkpoint):
 
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
         """Read every floating-point tensor once and raise CheckpointError naming the first with NaN or infinity."""
-        for name in progress(list(self._by_name)):
-            file = self._by_name[name]
+        for name in progress(list(self._stored)):
+            file = self._stored[name]
             element = file.entries[name].element
             if can_check(element) and not is_finite(file, name, _RELEASE_EVERY_BYTES):
                 raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
