@@ -255,8 +255,8 @@ def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None
         return
     if budget.granularity != "expert" or options.method not in fitting:
         raise OptionError(
-            f"{options.method} needs our own decoder, and transformers runs a {checkpoint.model_type}; give --method "
-            f"{' or '.join(fitting)}"
+            f"{options.method} needs our own decoder, and transformers runs a {checkpoint.model_type}; give --granularity "
+            f"expert --method {' or '.join(fitting)}"
         )
     if budget.scope != "uniform":
         raise OptionError(

@@ -292,7 +292,7 @@ class AdaptedCheckpoint(Checkpoint):
         """Raises UnsupportedError, as everything that only our own decoder can do."""
         raise self.refusal()
 
-    def stored(self, name: str) -> Any:
+    def stored(self, name: str, dtype: torch.dtype | None = None) -> Any:
         """Raise UnsupportedError."""
         raise self.refusal()
 

@@ -7,6 +7,7 @@ sizes of attention.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from engine.errors import UnsupportedError
@@ -44,13 +45,14 @@ def adapted_config(config: Any, model_class: str, found: FoundLayers) -> Decoder
     config: of transformers. found: its MoE layers. Raises UnsupportedError for a config without a size that is needed.
     """
     text = config.get_text_config(decoder=True)
-    heads, sizes = positive(text, "num_attention_heads"), {layer.hidden_size for layer in found.experts}
+    values = SimpleNamespace(**text.to_dict())  # of the whole model, where layers have their own
+    heads, sizes = getattr(values, "num_attention_heads", 1), {layer.hidden_size for layer in found.experts}
     if len(sizes) > 1:
         raise UnsupportedError(
             f"the experts of a {config.model_type} take inputs of {sorted(sizes)} numbers, not of one size"
         )
     experts = {layer.index: layer for layer in found.experts}
-    length = getattr(text, "max_position_embeddings", None)
+    length = getattr(values, "max_position_embeddings", None)
     return DecoderConfig(
         architecture=Architecture(
             config.model_type,
@@ -59,11 +61,11 @@ def adapted_config(config: Any, model_class: str, found: FoundLayers) -> Decoder
             not_dense=_REASON,
             not_onnx=_REASON,
         ),
-        vocabulary_size=positive(text, "vocab_size"),
+        vocabulary_size=positive(values, "vocab_size"),
         hidden_size=max(sizes),
         attention_heads=heads,
         key_value_heads=heads,
-        head_dimension=-(-positive(text, "hidden_size") // heads),
+        head_dimension=-(-positive(values, "hidden_size") // heads),
         rotary_dimension=0,
         rotary_pairs=False,
         latent=None,

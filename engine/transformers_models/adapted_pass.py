@@ -82,8 +82,10 @@ def adapted_pass(
 ) -> None:
     """Run all sequences through the model. `visit` sees each layer once; `finish` takes the logits [B, L, V] of each batch.
 
-    directory: is not used; an interrupted pass begins again.
+    directory: is made, for `visit`; an interrupted pass begins again. The hidden states of all sequences stay in memory.
     """
+    if directory is not None:  # `visit` saves its results there
+        directory.mkdir(parents=True, exist_ok=True)
     model = checkpoint.build(checkpoint.raw_config, dtype)
     move_buffers(model, device)
     layers = model.get_submodule(checkpoint.found.layers)

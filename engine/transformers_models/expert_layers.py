@@ -164,7 +164,7 @@ def _probe(model: Any) -> None:
     with quiet_transformers():
         move_buffers(model, "meta")
         try:
-            with torch.device("meta"), _ZeroForValues():  # type: ignore[no-untyped-call]
+            with torch.device("meta"), _all_nonzero(), _ZeroForValues():  # type: ignore[no-untyped-call]
                 model(input_ids=tokens, use_cache=False)
         finally:
             for name, buffer in kept.items():
@@ -181,6 +181,18 @@ def move_buffers(model: nn.Module, device: torch.device | str) -> None:
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     parent, _, own = name.rpartition(".")
     model.get_submodule(parent)._buffers[own] = value
+
+
+@contextmanager
+def _all_nonzero() -> Iterator[None]:
+    """Let tensors without values count as nonzero everywhere, so that their number of nonzero elements is known."""
+    from torch.fx.experimental import _config
+
+    before, _config.meta_nonzero_assume_all_nonzero = _config.meta_nonzero_assume_all_nonzero, True
+    try:
+        yield
+    finally:
+        _config.meta_nonzero_assume_all_nonzero = before
 
 
 class _ZeroForValues(TorchDispatchMode):

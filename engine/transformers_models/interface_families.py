@@ -38,12 +38,13 @@ def interface_families() -> list[Family]:
 def _family(name: str) -> Family:
     import transformers
 
-    found = dict.fromkeys(_classes_of(name))
-    for model_type, model_class in found:
-        own = getattr(getattr(transformers, model_class, None), "config_class", None)
-        if own is transformers.CONFIG_MAPPING[model_type]:
-            return Family(name, model_type, model_class)
-    return Family(name, "", "")
+    fitting = [
+        Family(name, model_type, model_class)
+        for model_type, model_class in dict.fromkeys(_classes_of(name))
+        if getattr(getattr(transformers, model_class, None), "config_class", None) is transformers.CONFIG_MAPPING[model_type]
+    ]
+    alone = [each for each in fitting if not transformers.CONFIG_MAPPING[each.model_type].sub_configs]
+    return next(iter([*alone, *fitting]), Family(name, "", ""))
 
 
 def _classes_of(name: str) -> Iterator[tuple[str, str]]:
