@@ -79,7 +79,7 @@ def _streamed(
     if isinstance(checkpoint, AdaptedCheckpoint):
         if options.skip_threshold:
             raise OptionError(
-                f"transformers runs a {checkpoint.model_type}, and skips no experts; leave out --skip-threshold"
+                f"transformers runs a {checkpoint.model_type} and skips no experts; leave out --skip-threshold"
             )
         return losses(checkpoint, tokens_SL, **passing), None
     tables = load_skip_tables(checkpoint.directory, config) if options.skip_threshold else None

@@ -27,7 +27,7 @@ _PROPORTIONAL = 1e-3
 
 
 class OwnRouting:
-    """What the layer's router has chosen for the tokens that it has just seen, as a Routing.
+    """The choice of the layer's router for the tokens that it has just seen, as a Routing.
 
     Slots are sorted by weight, largest first. Routings that only change a Selection, such as `Gated` and `Skipping`, can
     have this one as their base; those that change logits cannot.

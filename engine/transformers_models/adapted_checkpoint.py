@@ -55,7 +55,7 @@ def open_mixture_checkpoint(directory: Path) -> Checkpoint:
 class AdaptedCheckpoint(Checkpoint):
     """A checkpoint that transformers runs. `config` has the numbers of its MoE layers; no decoder of ours is built from it.
 
-    What needs a decoder of ours raises UnsupportedError.
+    Methods that would need a decoder of ours raise UnsupportedError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -221,7 +221,7 @@ class AdaptedCheckpoint(Checkpoint):
         entries = {name: file.entries[name] for name, file in self._stored.items()}
         return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
 
-    # What Checkpoint offers, from the files alone
+    # Sizes and states of the files
 
     @property
     def parameters(self) -> int:
@@ -285,7 +285,7 @@ class AdaptedCheckpoint(Checkpoint):
                 raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
         self.release()
 
-    # What needs a decoder of ours
+    # Operations that need a decoder of ours
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

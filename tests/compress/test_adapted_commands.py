@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
-    budget = Budget(experts=5, scope="uniform")
+    budget = Budget(experts=5, scope="uniform", min_experts=0)
     made = PruneOptions(model=str(model), output=output, calibration=TEXT, method="reap", budget=budget)
     return replace(made, **changes)
 
@@ -47,7 +47,10 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
     [
         ({"method": "fisher"}, "fisher needs our own decoder, .* give --granularity expert --method frequency or"),
         ({"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")}, "unit-obs needs our own decoder"),
-        ({"budget": Budget(experts=5)}, "a lfm2_moe has one number of experts in config.json, .* add --uniform"),
+        (
+            {"budget": Budget(experts=5, min_experts=0)},
+            "a lfm2_moe has one number of experts in config.json, .* add --uniform",
+        ),
         (
             {"budget": Budget(experts=1, scope="uniform", min_experts=1)},
             "min-experts is 1; the router of a lfm2_moe takes 2",

@@ -268,7 +268,7 @@ def measured(family: Family, path: Path) -> dict[str, float] | str:
     choose the removed experts.
     """
     if not family.model_type:
-        return "transformers has no class of this family that returns logits for text"
+        return "none of its classes returns logits for text"
     model = save_tiny(family, path / "full")
     try:
         checkpoint = AdaptedCheckpoint(path / "full")

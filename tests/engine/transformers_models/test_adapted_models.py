@@ -48,7 +48,7 @@ REFUSED = {
     "deepseek_v4": "is a table of expert numbers",
     "diffusion_gemma": "do not lie in one list of layers",
     "ernie4_5_vl_moe": "the 8 experts of a ernie4_5_vl_moe are not found",
-    "openai_privacy_filter": "no class of this family that returns logits",
+    "openai_privacy_filter": "none of its classes returns logits",
 }
 """Families that cannot be pruned through transformers, with a part of the reason."""
 
