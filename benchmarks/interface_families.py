@@ -11,7 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from results import ROOT, markdown, save
+from results import BUILD, ROOT, markdown, remember, remembered, save
+
+UNFINISHED = BUILD / "interface_families.jsonl"
+"""The families that an interrupted run has measured; a run continues there."""
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -45,16 +48,15 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(family.name for family in families))
     named = parser.parse_args().families.split(",")
     torch.set_num_threads(1)
-    found: dict[str, dict[str, float]] = {}
-    refused: dict[str, str] = {}
+    done = {line["family"]: line["found"] for line in remembered(UNFINISHED)}
     for family in families:
-        if family.name in named:
+        if family.name in named and family.name not in done:
             with tempfile.TemporaryDirectory() as temporary:
-                own = measured(family, Path(temporary))
-            if isinstance(own, str):
-                refused[family.name] = own
-            else:
-                found[family.name] = own
+                done[family.name] = measured(family, Path(temporary))
+            remember(UNFINISHED, {"family": family.name, "found": done[family.name]})
+    UNFINISHED.unlink()
+    found = {name: done[name] for name in named if isinstance(done[name], dict)}
+    refused = {name: done[name] for name in named if isinstance(done[name], str)}
     save("interface_families", {"columns": list(COLUMNS), "families": found, "refused": refused})
 
 
