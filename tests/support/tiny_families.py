@@ -47,7 +47,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     ("(linear_|global_|swa_)?(key_|value_|v_)?head_dim|linear_(key|value)_head_dim", 8),
     ("linear_num_key_heads|(swa_)?num_(global_)?key_value_heads|n_kv_heads", 2),
     ("linear_num_value_heads|(swa_)?num_attention_heads|n_heads|num_heads|encoder_attention_heads", 4),
-    ("hidden_size|d_model|embed_dim|moe_latent_size|router_hidden_size|out_hidden_size|output_dim", 32),
+    ("hidden_size|d_model|embed_dim|moe_latent_size|moe_hidden_size|router_hidden_size|out_hidden_size|output_dim", 32),
     ("hidden_size_per_layer_input", 8),
     ("max_position_embeddings", 64),
     ("sliding_window.*|attention_chunk_size|local_window.*", 8),
