@@ -52,7 +52,7 @@ def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
         tokenizer = tokenizer_metadata(checkpoint)
     except UnsupportedError as error:
         tokenizer, problem = without_tokenizer(checkpoint), str(error)
-    about = {"general.name": Path(options.model).stem, "general.file_type": written.number}
+    about = {"general.name": Path(options.model).name.removesuffix(SUFFIX), "general.file_type": written.number}
     with replacing(options.output, "GGUF file", SUFFIX) as partial:
         write_gguf(partial, checkpoint, description, types, about | tokenizer, lambda each: progress(each, "writing"))
         try:
