@@ -14,6 +14,7 @@ Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, R tokens
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from calibrate.ffn_inputs import FfnInputs, Text
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
+from engine.errors import OutputError
 from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
@@ -79,6 +81,39 @@ def held_bytes(config: DecoderConfig, include: Collection[str] = ()) -> int:
     return max(GRAM_BYTES, 2 * expert_gram_bytes(config.widest_ffn(include)))
 
 
+def moments_bytes(config: DecoderConfig, tokens: int, include: Collection[str] = ()) -> int:
+    """Return the most bytes on disk that the moments of all layers take after so many tokens of text."""
+    total = 0
+    for index, widths in config.ffn_widths(include).items():
+        moe = config.layers[index].moe
+        experts, chosen = (0, 0) if moe is None else (moe.experts, tokens * moe.experts_per_token)
+        every = [_most_bytes(width, tokens) for width in widths]
+        shared_out = chosen * max((_bytes_per_token(width) for width in widths[:experts]), default=0)
+        total += min(sum(every[:experts]), shared_out) + sum(every[experts:])
+    return total
+
+
+def _most_bytes(width: int, tokens: int) -> int:
+    """Return the most bytes on disk of the moments of an FFN that at most so many tokens use."""
+    if width <= WIDEST_GRAM and tokens >= min(width, SAMPLED_TOKENS):
+        return 2 * 4 * width**2
+    return 4 * width * min(tokens, SAMPLED_TOKENS + len(PARTS))
+
+
+def _bytes_per_token(width: int) -> int:
+    """Return the most bytes of moments that a token can cause; a Gram matrix needs as many tokens as it has rows."""
+    return 2 * 4 * width * max(1, -(-width // SAMPLED_TOKENS))
+
+
+def _check_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free + sum(path.stat().st_size for path in directory.glob("layer-*"))
+    if needed > free:
+        raise OutputError(
+            f"{directory}: moments of hidden units take up to {needed / 1e9:,.1f} GB and {free / 1e9:,.1f} GB are free; "
+            "make space, give an output on another disk, or take fewer --samples"
+        )
+
+
 def collect_units(
     checkpoint: Checkpoint,
     tokens_SL: Tensor,
@@ -94,12 +129,14 @@ def collect_units(
     """Write the sums of every layer, and the moments of every FFN where asked for, into `directory`.
 
     include: "shared" or "dense", for the FFNs that every token uses. An interrupted pass resumes at its layer, and a
-    finished one does nothing.
+    finished one does nothing. Raises OutputError where the disk has not enough space for the moments, before the pass.
     """
     last = max(checkpoint.config.ffn_widths(include))
     if processes.told(_sums_path(directory, last).is_file()):
         return
     directory.mkdir(parents=True, exist_ok=True)
+    if moments:
+        _check_space(directory, moments_bytes(checkpoint.config, tokens_SL.numel(), include))
     rows = processes.own_rows(*tokens_SL.shape, budget=budget)
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:

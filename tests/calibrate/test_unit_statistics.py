@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ from torch import Tensor
 
 import calibrate.unit_statistics
 import engine.passes.streaming
-from calibrate.unit_statistics import Moments, collect_units, held_bytes, unit_moments, unit_sums
+from calibrate.unit_statistics import Moments, collect_units, held_bytes, moments_bytes, unit_moments, unit_sums
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import Decoder
-from engine.errors import DataError
+from engine.errors import DataError, OutputError
 from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (9, 7), generator=torch.Generator().manual_seed(7))
@@ -282,3 +283,27 @@ def test_a_sample_of_many_small_batches_is_as_large_and_weighs_as_much_as_the_te
             if routed > most:
                 shares.append(float(second_moments(sample)[0].trace() / second_moments(gram)[0].trace()))
     assert sum(shares) / len(shares) == pytest.approx(1.0, abs=0.25)
+
+
+@pytest.mark.parametrize("sequences", [1, len(TOKENS)])
+def test_moments_take_no_more_space_than_was_asked_for(model: Checkpoint, tmp_path: Path, sequences: int) -> None:
+    text = TOKENS[:sequences]
+    directory = tmp_path / "units"
+    collect_units(model, text, directory, moments=True, dtype=torch.float32)
+    moments = [
+        unit_moments(directory, layer, expert)
+        for layer, count in model.config.experts_by_layer.items()
+        for expert in range(count)
+    ]
+    taken = sum(part.nbytes for own in moments for part in (own.fit, own.held))
+    assert 0 < taken <= moments_bytes(model.config, text.numel())
+
+
+def test_too_little_space_is_refused_before_the_pass(
+    model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: used._replace(free=1000))
+    monkeypatch.setattr(calibrate.unit_statistics, "stream_layers", None)
+    with pytest.raises(OutputError, match=r"moments of hidden units take up to .* GB are free; make space"):
+        collected(model, tmp_path / "units")
