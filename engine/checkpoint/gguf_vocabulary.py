@@ -74,6 +74,8 @@ def _tokens(content: Mapping[str, Any], vocabulary: Mapping[str, int], size: int
     """Return every token by its number, and the types. Numbers of the model that no token has are unused tokens."""
     tokens, types = [f"[PAD{number}]" for number in range(size)], [_UNUSED] * size
     for token, number in vocabulary.items():
+        if token == tokens[number]:
+            continue  # read from a GGUF file, where it was unused
         is_byte = content["model"].get("byte_fallback") and len(token) == 6 and token.startswith("<0x")
         tokens[number], types[number] = token, _BYTE if is_byte else _NORMAL
     for added in content["added_tokens"]:

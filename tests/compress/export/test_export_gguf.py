@@ -142,6 +142,19 @@ def test_the_command_writes_one_file_with_its_tokenizer(workplace: Path, tmp_pat
     assert list(tmp_path.iterdir()) == [output]
 
 
+@pytest.mark.parametrize("type_", ["bf16", "q8_0"])
+def test_a_file_that_is_exported_again_stays_as_it_is(type_: str, workplace: Path, tmp_path: Path) -> None:
+    first, then = tmp_path / "m.gguf", tmp_path / "again" / "m.gguf"
+    then.parent.mkdir()
+    for model, output in ((workplace / "model", first), (first, then)):
+        export_gguf(GgufExportOptions(model=str(model), output=output, type=type_))
+    one, other = GgufFile(first), GgufFile(then)
+    assert one.metadata.keys() == other.metadata.keys()
+    assert [key for key in one.metadata if one.metadata[key] != other.metadata[key]] == ["general.name"]
+    assert one.entries.keys() == other.entries.keys()
+    assert all(bytes(one.raw(name)) == bytes(other.raw(name)) for name in one.entries)
+
+
 def test_a_tokenizer_without_a_name_in_gguf_is_left_out_and_said(tmp_path: Path) -> None:
     make(tmp_path, vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
