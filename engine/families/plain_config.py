@@ -252,6 +252,18 @@ def _last_moe_layer(values: dict[str, Any], extras: dict[str, Any]) -> None:
         values["moe_layer_end_index"] = values["num_hidden_layers"] - 1
 
 
+def _first_dense(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    kinds, layers = values["mlp_layer_types"], values["num_hidden_layers"]
+    if kinds is None:
+        values["mlp_layer_types"] = ["dense"] + ["sparse"] * (layers - 1)
+    elif len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise _Unusual
+
+
+def _whole_heads(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+
+
 def _no_layer_types(values: dict[str, Any], extras: dict[str, Any]) -> None:
     if "layer_types" in extras:
         raise _Unusual
@@ -263,6 +275,7 @@ _FINISHED: dict[str, tuple[_Finish, ...]] = {
     "ernie4_5": (_key_value_heads, _head_dimension),
     "ernie4_5_moe": (_last_moe_layer,),
     "glm4_moe": (_half_rotates,),
+    "glm4_moe_lite": (_first_dense, _whole_heads),
     "granite": (_key_value_heads,),
     "granitemoe": (_key_value_heads,),
     "granitemoeshared": (_key_value_heads,),

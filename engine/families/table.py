@@ -43,6 +43,7 @@ from engine.families.layer_pattern import (
     DenseFirstThenEveryNth,
     EveryLayer,
     LayerRange,
+    ListedKinds,
     ListedLayers,
     SparseStep,
 )
@@ -265,6 +266,15 @@ _ROWS = (
         layers=DenseFirst(),
         prediction=PredictionLayers(),
         dense_sibling="glm4_moe",
+    ),
+    replace(
+        # GLM-4.7-Flash has the layers of DeepSeek V3.
+        _DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        causal_lm_class="Glm4MoeLiteForCausalLM",
+        layers=ListedKinds(),
+        settings=only(scoring_func="sigmoid", topk_method="noaux_tc", partial_rotary_factor=1.0),
+        dense_sibling="glm4_moe_lite",
     ),
     _GRANITE_MOE,
     replace(

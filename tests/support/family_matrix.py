@@ -52,6 +52,7 @@ ROWS = {
     "deepseek_v3": "DeepSeek V3, R1",
     "kimi_k2": "Kimi K2 ²",
     "glm4_moe": "GLM-4-MoE",
+    "glm4_moe_lite": "GLM-4.7-Flash",
     "granitemoe": "Granite-MoE",
     "granitemoeshared": "Granite-MoE, shared expert",
     "phimoe": "Phi-3.5-MoE",
