@@ -168,6 +168,14 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granitemoeshared": {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40} | MULTIPLIERS,
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    "lfm2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "glm4_moe_lite": LATENT | {key: value for key, value in FINE_GRAINED.items() if key != "first_k_dense_replace"},
 }
 """Sizes of further families. Only the matrix (family_matrix.py) tests everything on them."""
@@ -210,7 +218,7 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
     return model
 

@@ -55,7 +55,10 @@ from engine.passes.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))
 """Grid of α. With α = 0 nothing is scaled, so the result is never worse than without scales on the sample."""
-READ_THE_NORM = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "in_proj_qkvz", "in_proj_qkv", "in_proj_z")
+READ_THE_NORM = (
+    *("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+    *("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj"),
+)
 """Matrices of attention of any kind whose input is the output of the norm before it."""
 SAMPLE_TOKENS = 2048
 """Number of tokens whose activations are kept, for one layer at a time."""

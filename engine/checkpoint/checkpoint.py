@@ -21,7 +21,7 @@ from engine.checkpoint.hub import fetch, is_hub_id
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.mxfp4 import is_packed
 from engine.checkpoint.pack_quantized import PACKED, QuantizedView, schemes_of
-from engine.checkpoint.stacks import dense_names
+from engine.checkpoint.stacks import names_on_disk
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
@@ -30,7 +30,14 @@ from engine.families.config import DecoderConfig
 from engine.families.resolve import decoder_config
 from engine.families.rotary_check import check_rotary
 from engine.families.table import ARCHITECTURES
-from engine.families.tensor_names import is_decay, is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
+from engine.families.tensor_names import (
+    is_decay,
+    is_prediction_tensor,
+    is_router_bias,
+    name_on_disk,
+    router_in_memory,
+    router_tensor,
+)
 from engine.families.tensor_shapes import (
     attention_weights,
     derived_tensors,
@@ -192,7 +199,7 @@ class Checkpoint(ModelDirectory):
                 view.element = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].element
 
     def _quantised_views(self, by_name: Mapping[str, SafetensorsFile]) -> dict[str, QuantizedView]:
-        renamed = dense_names(self.config)
+        renamed = names_on_disk(self.config)
         on_disk = {name: renamed.get(name, name) for name in self.shapes}
         packed = {name: own for name, own in on_disk.items() if own + PACKED in by_name and own not in by_name}
         if packed and not self.schemes:
@@ -201,9 +208,9 @@ class Checkpoint(ModelDirectory):
         return {name: QuantizedView(own, self.shapes[name], by_name, self.schemes) for name, own in packed.items()}
 
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
-        problems: list[str] = []
+        row, problems = self.config.architecture, list[str]()
         missing = [name for name in self.shapes if name not in self._views]
-        problems += [f"tensor {name} is missing" for name in missing[:1]]
+        problems += [f"tensor {name_on_disk(row, name)} is missing" for name in missing[:1]]
         for name, shape in self.shapes.items():
             view = self._views.get(name)
             if view is not None and view.shape != shape:

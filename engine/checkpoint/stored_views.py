@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine.checkpoint.block_float8 import dequantised
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
 from engine.checkpoint.stacks import (
-    dense_names,
+    names_on_disk,
     packed_shapes,
     shared_names,
     shared_stack_shape,
@@ -140,7 +140,7 @@ def views_of(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> d
     """Return a view for every name that can be served: stored tensors as they are, stacked experts one by one."""
     views = {name: StoredView(file, name, file.entries[name].shape) for name, file in by_name.items()}
     row = config.architecture
-    views |= {name: views[stored] for name, stored in dense_names(config).items() if stored in views}
+    views |= {name: views[stored] for name, stored in names_on_disk(config).items() if stored in views}
     for layer in config.moe_layers:
         moe = config.layers[layer].moe
         is_ragged = moe is not None and bool(moe.expert_widths)

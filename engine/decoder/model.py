@@ -38,6 +38,7 @@ from engine.decoder.routing import (
     sigmoid_shares,
     softmax,
 )
+from engine.decoder.short_convolution import ShortConvolution
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import (
     Chunk,
@@ -45,6 +46,7 @@ from engine.families.layer_config import (
     LightningConfig,
     LinearConfig,
     MoeConfig,
+    ShortConvolutionConfig,
     SplitGatedDeltaConfig,
 )
 from engine.families.rotary_embedding import Rotary
@@ -350,9 +352,8 @@ def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
         return UnweightedTopK(moe.experts_per_token)
     if moe.scores == "sigmoid":
         assert bias_N is not None
-        return SigmoidTopK(
-            moe.experts_per_token, moe.normalise_top_k, bias_N, moe.weight_scale, groups, moe.groups_per_token
-        )
+        rule = moe.experts_per_token, moe.normalise_top_k, bias_N, moe.weight_scale, groups, moe.groups_per_token
+        return SigmoidTopK(*rule, moe.added_to_sum)
     if groups:
         return GroupedTopK(moe.experts_per_token, groups, moe.groups_per_token, moe.weight_scale)
     if bias_N is not None:
@@ -395,6 +396,7 @@ def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
 _LINEAR: dict[type[LinearConfig], Callable[[DecoderConfig, int, TensorSource], nn.Module]] = {
     LightningConfig: LightningAttention,
     GatedDeltaConfig: GatedDelta,
+    ShortConvolutionConfig: ShortConvolution,
     SplitGatedDeltaConfig: SplitGatedDelta,
 }
 

@@ -13,12 +13,14 @@ from engine.families.layer_config import (
     LatentConfig,
     LightningConfig,
     LinearConfig,
+    ShortConvolutionConfig,
     SplitGatedDeltaConfig,
 )
 from engine.families.values import keys, natural, of_layer, positive
 from engine.files.json_file import shown
 
 LINEAR, FULL, SLIDING, CHUNKED = "linear_attention", "full_attention", "sliding_attention", "chunked_attention"
+CONVOLUTION = "conv"
 """Kinds of layers, as entries of `layer_types`."""
 
 
@@ -98,7 +100,7 @@ class GroupedQuery:
 
     def lacking(self, family: Any) -> Iterator[str]:
         """Yield the settings of the config that cannot be honored."""
-        unknown = {"linear", "chunked"} - self.kinds - self.window.kinds
+        unknown = {"linear", "chunked", CONVOLUTION} - self.kinds - self.window.kinds
         if any(kind in own for own in getattr(family, "layer_types", None) or () for kind in unknown):
             yield f"layer_types={sorted(set(family.layer_types))}"
 
@@ -162,16 +164,18 @@ class LinearLayers(GroupedQuery):
     """Linear attention in layers that `layer_types` calls `linear_attention`, grouped-query attention in all others."""
 
     kinds: ClassVar[frozenset[str]] = frozenset(["linear"])
+    kind: ClassVar[str] = LINEAR
+    """Entry of `layer_types` for layers that have a state."""
 
     def lacking(self, family: Any) -> Iterator[str]:
         """Yield the settings that cannot be honored: other kinds of layers, or no layer of full attention."""
         yield from super().lacking(family)
-        if not {FULL} <= set(own := family.layer_types or ()) <= {LINEAR, FULL}:
+        if not {FULL} <= set(own := family.layer_types or ()) <= {self.kind, FULL}:
             yield f"layer_types={sorted(set(own))}"
 
     def linear(self, family: Any, index: int, heads: Heads) -> LinearConfig | None:
         """Return the sizes of a layer's linear attention, or None if its attention is not linear."""
-        return self.sizes(family, heads) if of_layer(family, "layer_types", index) == LINEAR else None
+        return self.sizes(family, heads) if of_layer(family, "layer_types", index) == self.kind else None
 
     def sizes(self, family: Any, heads: Heads) -> LinearConfig:
         """Return the sizes of linear attention, beside heads of grouped-query attention that have these sizes."""
@@ -221,6 +225,25 @@ class SplitGatedDelta(GatedDelta):
     """The gated delta rule with a matrix for each projection, beside attention with an output gate."""
 
     made: ClassVar[type[GatedDeltaConfig]] = SplitGatedDeltaConfig
+
+
+@dataclass(frozen=True)
+class ShortConvolutions(LinearLayers):
+    """Short convolutions in layers that `layer_types` calls `conv`, grouped-query attention in all others."""
+
+    kinds: ClassVar[frozenset[str]] = frozenset([CONVOLUTION])
+    kind: ClassVar[str] = CONVOLUTION
+    kernel: str = "conv_L_cache"
+    """Config key of the number of positions that a convolution reads."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that the part reads."""
+        return (*super().reads, self.kernel)
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of the convolution."""
+        return ShortConvolutionConfig(1, 0, positive(family, "hidden_size"), positive(family, self.kernel))
 
 
 @dataclass(frozen=True)

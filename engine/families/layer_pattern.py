@@ -17,8 +17,6 @@ DENSE, SPARSE = "dense", "sparse"
 class EveryLayer:
     """Every layer holds experts."""
 
-    dense_block: str = field(default="mlp", kw_only=True)
-    """Name on disk of a dense FFN within the layer."""
     dense_width: str = field(default="intermediate_size", kw_only=True)
     """Config key of a dense FFN's width."""
 

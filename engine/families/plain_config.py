@@ -23,7 +23,7 @@ _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str,
 _ROPE_KEYS = frozenset(["rope_type", "rope_theta", "partial_rotary_factor"])
 _SPECIAL = frozenset(["attn_implementation", "experts_implementation", "mlp_layer_types", "mtp_layer_types"])
 """Keys that transformers handles specially without declaring them."""
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
 _MISTRAL_TOKENS = 100_000
 
 
@@ -264,6 +264,13 @@ def _whole_heads(values: dict[str, Any], extras: dict[str, Any]) -> None:
     values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
 
 
+def _tied_by_default(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    tied = extras.pop("tie_embedding", values["tie_word_embeddings"])
+    if type(tied) is not bool:
+        raise _Unusual
+    values["tie_word_embeddings"] = tied
+
+
 def _no_layer_types(values: dict[str, Any], extras: dict[str, Any]) -> None:
     if "layer_types" in extras:
         raise _Unusual
@@ -279,6 +286,7 @@ _FINISHED: dict[str, tuple[_Finish, ...]] = {
     "granite": (_key_value_heads,),
     "granitemoe": (_key_value_heads,),
     "granitemoeshared": (_key_value_heads,),
+    "lfm2_moe": (_tied_by_default,),
     "llama": (_heads_divide, _head_dimension, _key_value_heads),
     "minimax": (_key_value_heads, _layers_in_turns),
     "minimax_m2": (_rotated_dimensions,),

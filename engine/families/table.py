@@ -20,6 +20,7 @@ from engine.families.attention import (
     Latent,
     Lightning,
     OptionallyNormed,
+    ShortConvolutions,
     SlidingLayers,
     SlidingWindow,
     SplitGatedDelta,
@@ -27,6 +28,7 @@ from engine.families.attention import (
 from engine.families.experts import (
     DOWN,
     GATE,
+    PROJECTIONS,
     UP,
     ClampedExperts,
     ExpertNames,
@@ -47,7 +49,7 @@ from engine.families.layer_pattern import (
     ListedLayers,
     SparseStep,
 )
-from engine.families.residual import LayerNorms, NormResidual, ScaledResidual, ZeroCenteredNorms
+from engine.families.residual import LayerNorms, NormResidual, RootMeanSquareNorms, ScaledResidual, ZeroCenteredNorms
 from engine.families.rotation import CountedRotation, LongRotation, PartialRotation, Rotation, SomeLayersRotate
 from engine.families.router import (
     BiasedLogits,
@@ -148,6 +150,17 @@ _QWEN3_5 = Architecture(
     | unused("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
     not_onnx="its gated delta rule keeps a state, for which our graphs have no input",
 )
+
+# LFM2
+_LFM2_NAMES = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"} | {
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "model.norm": "model.embedding_norm",
+}
 
 # Llama 4 and GPT-OSS
 _LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
@@ -336,8 +349,9 @@ _ROWS = (
         router=InputScaling("router.weight"),
         experts=Experts(("num_local_experts",), names=_LLAMA4_NAMES),
         shared=SharedExpert(width="intermediate_size"),
-        layers=ListedLayers("moe_layers", dense_block="feed_forward", dense_width="intermediate_size_mlp"),
+        layers=ListedLayers("moe_layers", dense_width="intermediate_size_mlp"),
         settings=unused("for_llm_compressor", "cache_implementation"),
+        disk_names={f"mlp.{name}": f"feed_forward.{name}" for name in PROJECTIONS},
         not_dense="the inputs of its experts are scaled by the router, token by token, which no FFN does",
         not_onnx="its chunked attention and experts whose inputs the router scales have no form in our graphs",
     ),
@@ -348,6 +362,23 @@ _ROWS = (
         router=BiasedLogits("router.weight", ("num_experts_per_tok", "experts_per_token"), normalized=True),
         experts=ClampedExperts(("num_local_experts",), names=_GPT_OSS_NAMES),
         settings=unused("initial_context_length"),
+    ),
+    Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        attention=ShortConvolutions("head"),
+        router=SigmoidTopK(scale="routed_scaling_factor", choice_bias="expert_bias", added_to_sum=1e-6),
+        experts=Experts(
+            ("num_experts",),
+            width="moe_intermediate_size",
+            names=ExpertNames("feed_forward", ("w1", "w3", "w2"), modules=("feed_forward", "gate")),
+        ),
+        layers=DenseFirst("num_dense_layers"),
+        norms=RootMeanSquareNorms("norm_eps"),
+        settings=only(conv_bias=False, use_expert_bias=True) | unused("tie_embedding"),
+        disk_names=_LFM2_NAMES,
+        dense_sibling="lfm2_moe",
+        not_onnx="its short convolutions keep a state, for which our graphs have no input",
     ),
     Architecture("mistral", "MistralForCausalLM", attention=GroupedQuery(window=SlidingWindow())),
     Architecture("llama", "LlamaForCausalLM", attention=_BIASED),

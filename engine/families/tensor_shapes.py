@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import GatedDeltaConfig, LatentConfig, LightningConfig, LinearConfig, SplitGatedDeltaConfig
+from engine.families.layer_config import (
+    GatedDeltaConfig,
+    LatentConfig,
+    LightningConfig,
+    LinearConfig,
+    ShortConvolutionConfig,
+    SplitGatedDeltaConfig,
+)
 from engine.families.tensor_names import (
     GATED_DELTA,
     LATENT_UP,
     LIGHTNING,
     NEVER_ROUNDED,
+    SHORT_CONVOLUTION,
     SPLIT_GATED_DELTA,
     attention_prefix,
     dense_tensor,
@@ -210,9 +218,17 @@ def _delta_tensors(
     yield from ((f"{prefix}.{name}", shape) for name, shape in zip(names, shapes, strict=True))
 
 
+def _short_convolution_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    assert isinstance(sizes, ShortConvolutionConfig)
+    hidden = config.hidden_size
+    shapes = (3 * hidden, hidden), (hidden, 1, sizes.kernel), (hidden, hidden)
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(SHORT_CONVOLUTION, shapes, strict=True))
+
+
 _LINEAR_TENSORS: dict[type[LinearConfig], Callable[[DecoderConfig, LinearConfig, str], Shapes]] = {
     LightningConfig: _lightning_tensors,
     GatedDeltaConfig: _gated_delta_tensors,
+    ShortConvolutionConfig: _short_convolution_tensors,
     SplitGatedDeltaConfig: _split_gated_delta_tensors,
 }
 

@@ -61,11 +61,13 @@ ROWS = {
     "minimax_m2": "MiniMax-M2 ³",
     "gpt_oss": "GPT-OSS ³",
     "llama4_text": "Llama 4 (text)",
+    "lfm2_moe": "LFM2-MoE",
 }
 REFUSED = {
     ("phimoe", "dense"): "it has no dense sibling, and its router takes two experts",
     ("qwen3_next", "ONNX"): "its gated delta rule keeps a state, for which our graphs have no input",
     ("qwen3_5_moe_text", "ONNX"): "its gated delta rule keeps a state, for which our graphs have no input",
+    ("lfm2_moe", "ONNX"): "its short convolutions keep a state, for which our graphs have no input",
     ("minimax", "ONNX"): "its lightning attention keeps a state, for which our graphs have no input",
     ("llama4_text", "dense"): "the inputs of its experts are scaled by the router, token by token",
     ("llama4_text", "ONNX"): "its chunked attention and experts whose inputs the router scales have no form in our graphs",

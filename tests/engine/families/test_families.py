@@ -151,6 +151,11 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         {"decoder_sparse_step": 2, "mlp_only_layers": [], "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
     ),
     ("qwen3_next", "a short filter, top-k as it is", {"linear_conv_kernel_dim": 2, "norm_topk_prob": False}),
+    (
+        "lfm2_moe",
+        "a long filter, top-k as it is",
+        {"conv_L_cache": 5, "norm_topk_prob": False, "tie_word_embeddings": False},
+    ),
     ("deepseek", "every second layer", {"moe_layer_freq": 2, "first_k_dense_replace": 0, "num_hidden_layers": 4}),
 ]
 
@@ -427,7 +432,7 @@ def test_decays_beside_the_weights_are_copied_and_an_outline_has_them_too(made_o
     assert len(checkpoint.derived) == 8 and all(torch.equal(tensors[name], own[name]) for name in checkpoint.derived)
 
 
-@pytest.mark.parametrize("family", ["minimax", "qwen3_next"])
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next", "lfm2_moe"])
 def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made_of: Any) -> None:
     checkpoint = made_of(family).checkpoint
     cache = KeyValueCache(checkpoint.config, 2, 16, torch.float32)
@@ -479,6 +484,25 @@ def test_the_published_qwen3_next_has_80_billion_parameters() -> None:
     assert state_bytes(config, torch.bfloat16) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
     with pytest.raises(CheckpointError, match="32 linear value heads cannot share 24 linear key heads"):
         decoder_config(raw | sizes | experts | delta | rotary | {"linear_num_key_heads": 24})
+
+
+# Short convolutions
+
+
+def test_the_published_lfm2_moe_has_8_billion_parameters() -> None:
+    """The keys are those of LFM2-8B-A1B."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"vocab_size": 65536, "intermediate_size": 7168, "max_position_embeddings": 128000, "norm_eps": 1e-5}
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
+    experts |= {"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+    kinds = ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]
+    raw = {"model_type": "lfm2_moe", "conv_bias": False, "conv_L_cache": 3, "layer_types": kinds, "rope_theta": 1000000.0}
+    config = decoder_config(raw | sizes | experts)
+    assert isinstance(config.transformers_config, PlainConfig), "transformers is not imported for it"
+    assert config.caching_layers == (2, 6, 10, 14, 18, 21) and config.head_dimension == 64 and config.tied_embeddings
+    assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 8.3
+    assert state_bytes(config, torch.bfloat16) == 18 * 4 * 2 * 2048
+    assert not decoder_config(raw | sizes | experts | {"tie_embedding": False}).tied_embeddings
 
 
 # Latent attention under other names
