@@ -92,6 +92,7 @@ FINE_GRAINED = {
     "routed_scaling_factor": 1.7,
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
+INDEXER = {"index_topk": 128, "index_n_heads": 2, "index_head_dim": 8}
 DELTA = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -176,6 +177,8 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "deepseek_v32": LATENT | FINE_GRAINED | GROUPS | INDEXER,
+    "glm_moe_dsa": LATENT | FINE_GRAINED | INDEXER | {"indexer_types": ["full", "shared", "full"]},
     "glm4_moe_lite": LATENT | {key: value for key, value in FINE_GRAINED.items() if key != "first_k_dense_replace"},
 }
 """Sizes of further families. Only the matrix (family_matrix.py) tests everything on them."""

@@ -209,9 +209,8 @@ class LayerSearch:
         prefix = attention_prefix(self.config, self.index)
         own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(layer.attention)}
         rounded = [f"{prefix}.{name}.weight" for name in READ_THE_NORM]
-        rounded, others = (
-            [name for name in names if name in own] for names in (rounded, [f"{prefix}.{name}" for name in NEVER_ROUNDED])
-        )
+        rounded = [name for name in rounded if name in own]
+        others = [name for name in (f"{prefix}.{each}" for each in NEVER_ROUNDED) if name in self.checkpoint.shapes]
         alpha, s_D = self._best(x_TD, [(own[name], x_TD) for name in rounded], rounded[0])
         self._fold(self._norm("input_layernorm"), [*rounded, *others], s_D, self.config.zero_centered)
         return alpha

@@ -85,6 +85,15 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """Sizes of the indexer that selects the positions of sparse attention. Its tensors are kept and never computed with."""
+
+    heads: int
+    dimension: int
+    """Dimensions of a head's query, and of the key that all heads share."""
+
+
+@dataclass(frozen=True)
 class LinearConfig:
     """Sizes of a layer that has a state in the place of cached keys and values, as linear attention does."""
 
@@ -243,3 +252,5 @@ class LayerConfig:
     """Sizes of linear attention or of a short convolution; None if the layer caches something for each position."""
     residuals: tuple[Residual, Residual] | None = None
     """The rule of the attention and the rule of the feed-forward block; None for x + f(norm(x))."""
+    indexer: IndexerConfig | None = None
+    """Sizes of the indexer of sparse attention; None if the layer has none."""

@@ -23,7 +23,10 @@ _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str,
 _ROPE_KEYS = frozenset(["rope_type", "rope_theta", "partial_rotary_factor"])
 _SPECIAL = frozenset(["attn_implementation", "experts_implementation", "mlp_layer_types", "mtp_layer_types"])
 """Keys that transformers handles specially without declaring them."""
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
+_LAYER_TYPES = (
+    *("full_attention", "sliding_attention", "chunked_attention", "linear_attention"),
+    *("conv", "indexed_attention"),
+)
 _MISTRAL_TOKENS = 100_000
 
 
@@ -260,6 +263,28 @@ def _first_dense(values: dict[str, Any], extras: dict[str, Any]) -> None:
         raise _Unusual
 
 
+def _several_dense(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    first, layers = values["first_k_dense_replace"], values["num_hidden_layers"]
+    if first < 0 or "num_experts" in extras:
+        raise _Unusual
+    if values["mlp_layer_types"] is None:
+        values["mlp_layer_types"] = ["dense"] * min(first, layers) + ["sparse"] * (layers - min(first, layers))
+    _first_dense(values, extras)
+
+
+def _indexed_layers(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    _latent_heads(values, extras)
+    if values["layer_types"] is None:
+        values["layer_types"] = ["indexed_attention"] * values["num_hidden_layers"]
+
+
+def _own_indexers(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    if {"index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"} & extras.keys():
+        raise _Unusual
+    if values["indexer_types"] is None:
+        values["indexer_types"] = ["full"] * values["num_hidden_layers"]
+
+
 def _whole_heads(values: dict[str, Any], extras: dict[str, Any]) -> None:
     values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
 
@@ -279,10 +304,12 @@ def _no_layer_types(values: dict[str, Any], extras: dict[str, Any]) -> None:
 _FINISHED: dict[str, tuple[_Finish, ...]] = {
     "deepseek_v2": (_heads_divide, _key_value_heads, _latent_heads),
     "deepseek_v3": (_key_value_heads, _latent_heads),
+    "deepseek_v32": (_indexed_layers, _several_dense),
     "ernie4_5": (_key_value_heads, _head_dimension),
     "ernie4_5_moe": (_last_moe_layer,),
     "glm4_moe": (_half_rotates,),
     "glm4_moe_lite": (_first_dense, _whole_heads),
+    "glm_moe_dsa": (_indexed_layers, _several_dense, _own_indexers),
     "granite": (_key_value_heads,),
     "granitemoe": (_key_value_heads,),
     "granitemoeshared": (_key_value_heads,),

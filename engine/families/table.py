@@ -23,6 +23,7 @@ from engine.families.attention import (
     ShortConvolutions,
     SlidingLayers,
     SlidingWindow,
+    SparseLatent,
     SplitGatedDelta,
 )
 from engine.families.experts import (
@@ -87,6 +88,18 @@ _DEEPSEEK_V3 = Architecture(
     prediction=PredictionLayers(),
     settings=only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1) | _DEEPSEEK_TRAINING,
     dense_sibling="deepseek_v3",
+)
+
+_SPARSE = SparseLatent(qkv_bias="attention_bias", output_bias="attention_bias")
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    causal_lm_class="DeepseekV32ForCausalLM",
+    attention=_SPARSE,
+    rotation=Rotation(pairs=True, types=("default", "linear", "yarn", "llama3")),
+    layers=ListedKinds(),
+    settings=_DEEPSEEK_V3.settings | only(rope_interleave=True) | unused("pretraining_tp"),
+    dense_sibling="deepseek_v32",
 )
 
 # Granite
@@ -268,6 +281,17 @@ _ROWS = (
     _DEEPSEEK_V3,
     # Kimi K2 is a DeepSeek V3 whose own code differs only in its name.
     replace(_DEEPSEEK_V3, model_type="kimi_k2", words=another_name("deepseek_v3")),
+    _DEEPSEEK_V32,
+    replace(
+        # GLM-5, whose layers may share the selection of an indexer
+        _DEEPSEEK_V32,
+        model_type="glm_moe_dsa",
+        causal_lm_class="GlmMoeDsaForCausalLM",
+        attention=replace(_SPARSE, sharing="indexer_types"),
+        settings=_DEEPSEEK_V32.settings
+        | unused("indexer_rope_interleave", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+        dense_sibling="glm_moe_dsa",
+    ),
     Architecture(
         "glm4_moe",
         "Glm4MoeForCausalLM",

@@ -25,8 +25,15 @@ SPLIT_GATED_DELTA = (
     *_AFTER_PROJECTIONS,
 )
 """These tensors where gates, strengths and decays have a matrix each."""
-NEVER_ROUNDED = ("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")
-"""Small matrices of the gated delta rule that give strengths and decays. Like routers, they are never rounded."""
+INDEXER_QUERY = "indexer.wq_b.weight"
+INDEXER = (INDEXER_QUERY, "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias", "indexer.weights_proj.weight")
+"""The tensors of an indexer: queries from their latent vector, keys, the norm of keys, and the weights of heads."""
+NEVER_ROUNDED = (
+    *("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight"),
+    *("indexer.wk.weight", "indexer.weights_proj.weight"),
+)
+"""Matrices that read a layer's input and are never rounded, like routers: small ones of the gated delta rule, which give
+strengths and decays, and those of an indexer."""
 SHORT_CONVOLUTION = ("in_proj.weight", "conv.weight", "out_proj.weight")
 """The tensors of a short convolution: both gates and the input together, the filters, and the output."""
 _DECAYS = ("dt_bias", "A_log")

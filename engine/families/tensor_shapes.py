@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from engine.families.config import DecoderConfig
@@ -15,6 +16,8 @@ from engine.families.layer_config import (
 )
 from engine.families.tensor_names import (
     GATED_DELTA,
+    INDEXER,
+    INDEXER_QUERY,
     LATENT_UP,
     LIGHTNING,
     NEVER_ROUNDED,
@@ -123,7 +126,7 @@ def attention_weights(config: DecoderConfig, index: int) -> list[str]:
     The matrix that makes keys and values of latent attention is excluded: for single positions, the products use its parts
     (absorbed). So are those that are never rounded.
     """
-    excluded = tuple(f".{name}" for name in (LATENT_UP, *NEVER_ROUNDED))
+    excluded = tuple(f".{name}" for name in (LATENT_UP, INDEXER_QUERY, *NEVER_ROUNDED))
     tensors = _attention_tensors(config, index)
     return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(excluded)]
 
@@ -160,7 +163,7 @@ def _attention_tensors(config: DecoderConfig, index: int) -> Shapes:
     if (linear := config.layers[index].linear) is not None:
         return _LINEAR_TENSORS[type(linear)](config, linear, prefix)
     if config.latent is not None:
-        return _latent_tensors(config, config.latent, prefix)
+        return itertools.chain(_latent_tensors(config, config.latent, prefix), _indexer_tensors(config, index, prefix))
     return _grouped_query_tensors(config, index, prefix)
 
 
@@ -183,6 +186,15 @@ def _latent_tensors(config: DecoderConfig, latent: LatentConfig, prefix: str) ->
     yield f"{prefix}.o_proj.weight", (hidden, config.attention_heads * latent.value_dimension)
     if config.output_bias:
         yield f"{prefix}.o_proj.bias", (hidden,)
+
+
+def _indexer_tensors(config: DecoderConfig, index: int, prefix: str) -> Shapes:
+    sizes, latent = config.layers[index].indexer, config.latent
+    if sizes is None or latent is None:
+        return
+    key, hidden = (sizes.dimension,), config.hidden_size
+    shapes = (sizes.heads * sizes.dimension, latent.query_rank), (sizes.dimension, hidden), key, key, (sizes.heads, hidden)
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(INDEXER, shapes, strict=True))
 
 
 def _lightning_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:

@@ -51,6 +51,8 @@ ROWS = {
     "deepseek_v2": "DeepSeek V2",
     "deepseek_v3": "DeepSeek V3, R1",
     "kimi_k2": "Kimi K2 ²",
+    "deepseek_v32": "DeepSeek V3.2 ⁴",
+    "glm_moe_dsa": "GLM-5 ⁴",
     "glm4_moe": "GLM-4-MoE",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "granitemoe": "Granite-MoE",
@@ -75,7 +77,8 @@ REFUSED = {
 """Cells that have no number, with the message of the refusal."""
 NOTES = (
     "¹ Not in transformers; compared with a naive implementation (`tests/support/naive_*.py`). ² Results are\n"
-    "written as DeepSeek V3. ³ Dense means one expert in each layer."
+    "written as DeepSeek V3. ³ Dense means one expert in each layer.\n"
+    "⁴ Up to `index_topk` positions; longer texts are refused."
 )
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 

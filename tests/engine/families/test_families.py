@@ -571,6 +571,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         {"full_attention_interval": 4, "use_sliding_window": False, "rope_scaling": None, "rope_theta": 10000.0},
         "mtp.layers.0.mlp.shared_expert_gate.weight",
     ),
+    "deepseek_v32": (
+        {"ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "scoring_func": "sigmoid"}
+        | {"topk_method": "noaux_tc", "rope_theta": 10000, "pretraining_tp": 1},
+        "model.layers.3.eh_proj.weight",
+    ),
     "glm4_moe_lite": (
         {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "topk_method": "noaux_tc", "partial_rotary_factor": 1.0},
         "model.layers.3.eh_proj.weight",

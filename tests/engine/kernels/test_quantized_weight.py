@@ -37,7 +37,7 @@ KINDS = (*KINDS, "minimax_m2", "glm4_moe", "qwen3_next", "lfm2_moe", "llama")
 """Families with experts one by one and stacked, biases and clamps, shared experts with a gate and without, latent
 and linear attention, short convolutions, other names on disk, and a dense model."""
 FAMILIES = pytest.mark.parametrize("family", KINDS)
-DIVISIBLE = {"deepseek_v3": {"q_lora_rank": 24}}
+DIVISIBLE = {family: {"q_lora_rank": 24} for family in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")}
 """Sizes that are multiples of 8, where conftest has others."""
 
 
