@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,18 @@ LENGTH = 256
 DONE = RESULTS / "default_method.jsonl"
 
 
-def windows_of(model: str, half: str, count: int) -> Any:
-    """Return the windows [count, 256] of one half of the held-out documents, the same for all methods."""
+def windows_of(model: str, half: str, count: int, source: str = "stdlib") -> Any:
+    """Return the windows [count, 256] of one half of the held-out documents of a text, the same for all methods.
+
+    model: one of MODELS, or a directory.
+    """
     from calibrate.windows import text_windows
-    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_directory import resolve
     from engine.checkpoint.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(Checkpoint(resolve(MODELS[model])))
-    return text_windows("stdlib", tokenizer, samples=count, sequence_length=LENGTH, seed=0, split=half)
+    tokenizer = load_tokenizer(Checkpoint(resolve(MODELS.get(model, model))))
+    return text_windows(source, tokenizer, samples=count, sequence_length=LENGTH, seed=0, split=half)
 
 
 def window_losses(decoder: Any, tokens_SL: Tensor) -> list[float]:
@@ -63,7 +68,8 @@ def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
     """Return the losses on every window of both halves, by sparsity; the full model has sparsity 0."""
     from compress.plans.apply import planned_decoder
     from compress.prune import make_plan
-    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_directory import resolve
     from engine.decoder.model import Decoder
 
     halves = {half: windows_of(model, half, count) for half in HALVES}
@@ -81,12 +87,13 @@ def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
     return {"model": model, "method": method, "seed": seed, "losses": losses, "documents": documents}
 
 
-def in_process(script: str, done: Path, *job: str | int) -> dict[str, Any]:
+def in_process(script: str, done: Path, *job: str | int, options: Sequence[str] = ()) -> dict[str, Any]:
     """Run a job (model, method, seed, …) of a script's `run_one` in a process with one thread, and remember the result.
 
     done: the file of finished jobs.
+    options: further arguments of the script.
     """
-    command = [sys.executable, script, "--worker", ":".join(map(str, job))]
+    command = [sys.executable, script, "--worker", ":".join(map(str, job)), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     run: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])

@@ -34,7 +34,8 @@ from compress.options.training import DenseTrainingOptions
 from compress.report import plots
 from compress.run.perplexity import perplexity
 from compress.training.layer_distillation import decoder_perplexity
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
 

@@ -1,18 +1,26 @@
 """Hidden units pruned and refitted, beside whole experts: perplexity of two models by score, scope and share removed.
 
     python benchmarks/hidden_units.py [--models demo,shared-expert] [--seeds 3] [--methods unit-fisher,…] [--jobs 2]
+    python benchmarks/hidden_units.py --other-text TEXT [--tokens 2500000] [--methods unit-obs,fisher,reap]
 
 The models are those of benchmarks/methods.py. Every result is made by the code of `compress prune` and judged on 256 windows
 of the half of the held-out documents that nothing was chosen on; losses are paired by document. The seed draws the
 calibration text, 512 × 256 tokens for every method. Each (model, method, seed) runs in a process of its own on one thread.
 Finished processes are saved in benchmarks/results/hidden_units.jsonl, so that an interrupted run resumes; the table has all
 of them.
+
+With `--other-text`, the model is a third one: a mixture of the demo model's shape with a tokenizer of its own, both trained
+on that text (any that `compress calibrate --data` takes) by the scripts of examples/, and judged on held-out documents of
+the same text. Its results are in hidden_units_other.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from default_method import in_process, window_losses, windows_of
 from methods import MODELS, RECOVERY_BATCH, RECOVERY_RATE, RECOVERY_STEPS, begun, train_second_model
-from results import RESULTS, markdown, remembered, save
+from results import BUILD, NOT_POSSIBLE_HERE, RESULTS, ROOT, markdown, remembered, save
 
 from compress.methods import DEFAULT_METHODS
 from compress.run.losses import Losses
@@ -33,6 +41,34 @@ EXPERTS = ("fisher", "reap")
 SPARSITIES = (0.25, 0.5, 0.75)
 SCOPES = ("global", "layer", "uniform")
 DONE = RESULTS / "hidden_units.jsonl"
+
+
+class Subject(NamedTuple):
+    """A model, with the text that it is calibrated and judged on."""
+
+    name: str
+    directory: str
+    source: str = "stdlib"
+
+
+def subject_of(name: str, other_text: str | None) -> Subject:
+    """Return a model of the benchmarks by its name or, with other text, the model of that text."""
+    if other_text is None:
+        return Subject(name, MODELS[name])
+    return Subject(name, str(BUILD / "other-text" / name / "model"), other_text)
+
+
+def train_on(subject: Subject, tokens: int, threads: int) -> None:
+    """Train a tokenizer and a model of other text once, resuming an interrupted training. The card is written last."""
+    directory = Path(subject.directory)
+    if (directory / "README.md").exists():
+        return
+    scripts, data = ROOT / "examples", ["--data", subject.source]
+    if not (directory / "tokenizer.json").exists():
+        subprocess.run([sys.executable, str(scripts / "train_tokenizer.py"), str(directory), *data], check=True, cwd=ROOT)
+    places = ["--output", str(directory), "--work-directory", str(directory.parent / "work"), "--tokens", str(tokens)]
+    places += ["--threads", str(threads)]
+    subprocess.run([sys.executable, str(scripts / "train_demo_model.py"), *data, *places], check=True, cwd=ROOT)
 
 
 class Cell(NamedTuple):
@@ -67,7 +103,7 @@ def cells(method: str) -> Iterator[Cell]:
     yield from (Cell(sparsity, *row) for row in rows for sparsity in SPARSITIES)
 
 
-def options_of(model: str, method: str, cell: Cell, seed: int, samples: int = SAMPLES) -> Any:
+def options_of(subject: Subject, method: str, cell: Cell, seed: int, samples: int = SAMPLES) -> Any:
     """Return the options that `compress prune` would be given."""
     from calibrate.options import CalibrationOptions
     from compress.options.prune import DiepOptions, PruneOptions
@@ -76,33 +112,35 @@ def options_of(model: str, method: str, cell: Cell, seed: int, samples: int = SA
     from compress.plans.selection import Budget
 
     return PruneOptions(
-        model=MODELS[model],
+        model=subject.directory,
         output=Path("result"),
         budget=Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0, granularity=cell.granularity),
         method=method,
         diep=DiepOptions(seed=seed),
         refit=RefitOptions(refit=cell.is_refitted),
         recover=RecoverOptions(RECOVERY_STEPS if cell.is_recovered else 0, RECOVERY_RATE, RECOVERY_BATCH, seed),
-        calibration=CalibrationOptions("stdlib", samples, LENGTH, evaluation_samples=0, seed=seed),
+        calibration=CalibrationOptions(subject.source, samples, LENGTH, evaluation_samples=0, seed=seed),
     )
 
 
-def run_one(model: str, method: str, seed: int, count: int, samples: int) -> dict[str, Any]:
+def run_one(subject: Subject, method: str, seed: int, count: int, samples: int) -> dict[str, Any]:
     """Return the losses on every window, by cell, with processor seconds."""
     from compress.plans.apply import planned_decoder
     from compress.prune import make_plan, recovered, refitted
-    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_directory import resolve
     from engine.decoder.model import Decoder
 
-    windows = windows_of(model, "report", count)
-    run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "documents": windows.documents_S.tolist()}
+    windows = windows_of(subject.directory, "report", count, subject.source)
+    documents = windows.documents_S.tolist()
+    run: dict[str, Any] = {"model": subject.name, "method": method, "seed": seed, "documents": documents}
     if method == FULL:
-        checkpoint = Checkpoint(resolve(MODELS[model]))
+        checkpoint = Checkpoint(resolve(subject.directory))
         decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
         return run | {"cells": {FULL: {"losses": window_losses(decoder, windows.tokens_SL)}}}
     wanted, found, made = list(cells(method)), {}, {}
     for cell, pruning in zip(
-        wanted, begun([options_of(model, method, cell, seed, samples) for cell in wanted]), strict=True
+        wanted, begun([options_of(subject, method, cell, seed, samples) for cell in wanted]), strict=True
     ):
         started = time.process_time()
         start = cell._replace(is_recovered=False)
@@ -179,8 +217,8 @@ def in_text(figures: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-TABLES = {"hidden_units": table}
-IN_TEXT = {"hidden_units": in_text}
+TABLES = {"hidden_units": table, "hidden_units_other": table}
+IN_TEXT = {"hidden_units": in_text, "hidden_units_other": in_text}
 
 
 def main() -> None:
@@ -194,26 +232,44 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=256, help="windows of 256 tokens")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="sequences of the calibration text")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument(
+        "--other-text",
+        metavar="TEXT",
+        nargs="?",
+        const=os.environ.get("BENCHMARK_TEXT", ""),
+        help="train a third model on this text (by default the one that BENCHMARK_TEXT names), and measure that one",
+    )
+    parser.add_argument("--tokens", type=int, default=2_500_000, help="tokens that the third model is trained on")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         model, method, *numbers = options.worker.split(":")
         torch.set_num_threads(1)
-        print(json.dumps(run_one(model, method, *map(int, numbers))))
+        print(json.dumps(run_one(subject_of(model, options.other_text), method, *map(int, numbers))))
         return
-    models = options.models.split(",")
-    if "shared-expert" in models:
+    name, done, models = "hidden_units", DONE, options.models.split(",")
+    arguments = ["--other-text", options.other_text] if options.other_text else []
+    if options.other_text == "":
+        print("BENCHMARK_TEXT names no text", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE_HERE)
+    if options.other_text:
+        subject = subject_of(Path(options.other_text).stem, options.other_text)
+        train_on(subject, options.tokens, options.jobs)
+        name, done, models = "hidden_units_other", Path(subject.directory).parent / "runs.jsonl", [subject.name]
+    elif "shared-expert" in models:
         train_second_model()
     asked = [(model, FULL, 0) for model in models]
     asked += [
         (model, method, seed) for seed in range(options.seeds) for model in models for method in options.methods.split(",")
     ]
-    known = {(run["model"], run["method"], run["seed"]): run for run in remembered(DONE)}
+    known = {(run["model"], run["method"], run["seed"]): run for run in remembered(done)}
     with ThreadPoolExecutor(options.jobs) as pool:
         missing = [job for job in asked if job not in known]
-        list(pool.map(lambda job: in_process(__file__, DONE, *job, options.windows, options.samples), missing))
-    runs = remembered(DONE)
-    save("hidden_units", {"methods": [name for name in methods if any(run["method"] == name for run in runs)], "runs": runs})
+        sizes = (options.windows, options.samples)
+        list(pool.map(lambda job: in_process(__file__, done, *job, *sizes, options=arguments), missing))
+    runs = remembered(done)
+    ran = {run["method"] for run in runs}
+    save(name, {"methods": [method for method in methods if method in ran], "runs": runs})
 
 
 if __name__ == "__main__":

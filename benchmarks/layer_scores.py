@@ -25,7 +25,8 @@ from compress.plans.selection import Budget
 from compress.report.diep_scores import DiepScores, scores_of_state
 from compress.run.losses import Losses
 from compress.run.perplexity import routed_losses
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder, own_routings
 from engine.decoder.routing import Masked

@@ -144,7 +144,8 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
     from compress.options.prune import DiepOptions, MergeOptions, PruneOptions
     from compress.options.training import RecoverOptions
     from compress.plans.selection import Budget
-    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_directory import resolve
 
     budget = Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0)
     if method in methods_of("merge"):
@@ -176,7 +177,8 @@ def held_out_text(checkpoint: Any) -> torch.Tensor:
 def full_perplexity(model: str) -> float:
     """Return the perplexity of the whole model on the held-out text."""
     from compress.training.layer_distillation import decoder_perplexity
-    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_directory import resolve
     from engine.decoder.model import Decoder
 
     checkpoint = Checkpoint(resolve(model))

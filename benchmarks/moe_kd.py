@@ -41,7 +41,7 @@ from compress.classifiers.distill import distill_classifier
 from compress.classifiers.recipes import ABLATIONS
 from compress.options.distill_classifier import ClassifierOptions
 from engine.bench.classifiers import bench_classifiers
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.files.safetensors_writer import write_tensors
 from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, ClassifierCheckpoint
 from engine.transformers_models.classifier_inputs import PREPROCESSOR

@@ -26,7 +26,7 @@ from encoder_decoder import train_teacher
 from moe_kd import MODELS, write_digits, write_letters, write_model
 
 from calibrate.text import load_documents
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.transformers_models.transformers_model import quiet_transformers
 
 CONTEXT_LINES, CHOICES = 12, 4

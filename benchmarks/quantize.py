@@ -22,7 +22,8 @@ from calibrate.batches import calibration_texts
 from calibrate.options import CalibrationOptions
 from compress.options.quantize import QuantiserOptions, QuantizeOptions
 from compress.quantize import quantize
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
 from engine.kernels.scheme import WHOLE_ROW

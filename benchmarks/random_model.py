@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.families.resolve import decoder_config
 from engine.families.tensor_shapes import expected_tensors
 from engine.files.json_file import write_json

@@ -134,6 +134,12 @@ BENCHMARKS = (
         *("hidden_units", ("hidden_units",), PRUNING),
         trial=("--models", "demo", "--methods", "unit-magnitude", "--seeds", "1", "--windows", "4", "--samples", "4"),
     ),
+    Benchmark(
+        *("hidden_units", ("hidden_units_other",), PRUNING),
+        arguments=("--methods", "fisher,reap,unit-obs", "--other-text"),
+        trial=("--methods", "unit-magnitude", "--seeds", "1", "--windows", "4", "--samples", "4", "--other-text"),
+        needs="a file of text, whose name is in BENCHMARK_TEXT",
+    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),

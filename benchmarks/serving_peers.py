@@ -28,7 +28,8 @@ import httpx2
 from engine_speed import transformers_version
 from results import ROOT, markdown, save
 
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -25,7 +25,8 @@ from results import RESULTS, ROOT, markdown, remember, remembered, save
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.text import token_batches
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME, SKIP_RULES, has_importance, has_skip_tables
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.files.safetensors_file import SafetensorsFile

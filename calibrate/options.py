@@ -10,7 +10,7 @@ from engine.errors import OptionError
 from engine.options import check, option
 
 if TYPE_CHECKING:
-    from engine.checkpoint.checkpoint import ModelDirectory
+    from engine.checkpoint.model_directory import ModelDirectory
 
 TEXT, RESPONSES = "Calibration text", "Prompts and responses"
 
@@ -87,7 +87,7 @@ class Limits:
 def _is_of_demo(checkpoint: ModelDirectory) -> bool:
     """Whether this is the demo model, or an artifact that was made from it."""
     from engine.checkpoint.artifact import read_provenance
-    from engine.checkpoint.checkpoint import DEMO, DEMO_DIRECTORY
+    from engine.checkpoint.model_directory import DEMO, DEMO_DIRECTORY
 
     provenance = read_provenance(checkpoint.directory) or {}
     source = provenance.get("source")

@@ -43,8 +43,9 @@ from compress.tasks.run import require, run_tasks
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
 from engine.checkpoint.artifact import check_output, whole_or_nothing
-from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.kinds import is_exported
+from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
 from engine.decoder.skip_tables import SkipTables, load_skip_tables, skipping_routings

@@ -42,7 +42,7 @@ from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
 from engine.checkpoint.artifact import whole_or_nothing, write_provenance
-from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import CheckpointError, OptionError
 from engine.families.results import as_dense_encoder_decoder

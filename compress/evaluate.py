@@ -9,7 +9,8 @@ from compress.options.evaluate import EvaluateOptions
 from compress.report.figures import EvaluateFigures, TaskFigures
 from compress.run.perplexity import exported_losses, routed_losses
 from compress.tasks.run import require, run_tasks
-from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings

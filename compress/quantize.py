@@ -18,7 +18,8 @@ from compress.run.claims import claims_output
 from compress.run.job import Made, Prepared, Run, check_plain, check_weights, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import load_skip_tables
 from engine.progress import Progress, no_progress

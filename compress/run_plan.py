@@ -24,8 +24,9 @@ from compress.options.plan_run import RunOptions
 from compress.report.figures import PhaseFigures, PlanRunFigures
 from compress.run.result import SKIP_TABLE_SEQUENCES
 from engine.checkpoint.block_float8 import block_of
-from engine.checkpoint.checkpoint import DEMO, DEMO_DIRECTORY
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import is_hub_id, split
+from engine.checkpoint.model_directory import DEMO, DEMO_DIRECTORY
 from engine.checkpoint.mxfp4 import is_packed
 from engine.checkpoint.pack_quantized import schemes_of
 from engine.errors import CheckpointError, OptionError, UnsupportedError
@@ -33,6 +34,7 @@ from engine.families.config import DecoderConfig
 from engine.families.resolve import decoder_config
 from engine.families.rotary_embedding import Rotary
 from engine.families.wrappers import language_model
+from engine.files.gguf_file import is_gguf
 from engine.files.json_file import load_json
 from engine.passes.memory_budget import UNLIMITED
 
@@ -42,10 +44,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def config_path(model: str) -> Path:
-    """Return the config.json of MODEL: `demo`, a local directory, or a hub id, of which only that file is downloaded."""
+    """Return the config.json of MODEL: `demo`, a local directory, or a hub id, of which only that file is downloaded.
+
+    A GGUF file describes itself, and its own path is returned.
+    """
     if model == DEMO:
         return DEMO_DIRECTORY / "config.json"
     path = Path(model)
+    if is_gguf(path) and path.exists():
+        return path
     if path.is_dir():
         return path / "config.json"
     if path.exists() or not is_hub_id(model):
@@ -64,7 +71,14 @@ def config_path(model: str) -> Path:
 
 
 def planned_model(path: Path) -> Planned:
-    """Return sizes and storage from config.json. Raises a CompressError for a config that is not supported."""
+    """Return sizes and storage from config.json, or from the header of a GGUF file. Raises a CompressError for a config
+    that is not supported.
+    """
+    if is_gguf(path):
+        model = Checkpoint(path)
+        if not model.config.moe_layers:
+            raise OptionError(f"{path}: has no experts to spare")
+        return Planned(model.config, model.model_dtype, model.bytes / model.parameters, False)
     try:
         raw, _ = language_model(load_json(path, "model config"))
         config, schemes, packed = decoder_config(raw), schemes_of(raw), is_packed(raw)

@@ -13,7 +13,8 @@ from compress.run.claims import claiming
 from compress.run.job import check_weights
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.artifact import check_file_output
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
 from engine.generation.report import peak_memory_bytes

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.artifact import FILE_NAME, compare_checksums, read_provenance
-from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import describe, is_hub_id, lacks_weights, outline
 from engine.checkpoint.kinds import is_classifier, is_encoder_decoder, is_exported, is_exported_encoder_decoder
+from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.skip_table_file import has_skip_tables
 from engine.errors import CheckpointError, CompressError
 from engine.families.config import DecoderConfig
@@ -82,6 +83,7 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
         "group_size": None if scheme is None else scheme.group_size,
         "bytes_not_quantized": checkpoint.plain_bytes,
         "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
+        "gguf_types": None if checkpoint.gguf is None else checkpoint.gguf.block_types,
         "prediction_layers_not_read": checkpoint.prediction_layers,
         "parts_not_read": [part.strip(".") for part in checkpoint.wrapper.others] if checkpoint.wrapper else [],
         "skip_tables": skips,

@@ -15,6 +15,11 @@ draws, a factor of 1.97); over twelve draws the factor is 1.72 on average.
 The second reference model of the benchmarks, which is not shipped:
 
     python examples/train_demo_model.py --model shared-expert --tokens 4500000 --output DIR --work-directory /tmp/second
+
+A model of other text, with a tokenizer of its own:
+
+    python examples/train_tokenizer.py DIR --data TEXT
+    python examples/train_demo_model.py --data TEXT --tokens 2500000 --output DIR --work-directory /tmp/other
 """
 
 from __future__ import annotations
@@ -178,12 +183,12 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
 # Text
 
 
-def tokenised(tokenizer: PreTrainedTokenizerBase, split: str, directory: Path) -> np.ndarray:
+def tokenised(tokenizer: PreTrainedTokenizerBase, source: str, split: str, directory: Path) -> np.ndarray:
     """Return all documents of a split, each closed by the end token, as one array, made once and then memory-mapped."""
-    path = directory / f"stdlib-{split}.npy"
+    path = directory / f"{split}.npy"
     if not path.exists():
         ids: list[int] = []
-        documents = list(load_documents("stdlib", split=split))  # type: ignore[arg-type]
+        documents = list(load_documents(source, split=split))  # type: ignore[arg-type]
         for encoding in tokenizer.backend_tokenizer.encode_batch(documents, add_special_tokens=False):
             ids += [*encoding.ids, tokenizer.eos_token_id]
         np.save(path, np.array(ids, dtype=np.uint16))
@@ -522,15 +527,25 @@ def measure(
     )
 
 
-def model_card(config: DecoderConfig, figures: Figures) -> str:
-    """Return README.md of the model."""
+STDLIB_CARD = """\
+The source of the Python standard library as installed with CPython, documents split nine to one by a hash of their
+text; the tokenizer and the model saw only the larger part. The standard library is distributed under the
+[PSF License Version 2](https://docs.python.org/3/license.html), © Python Software Foundation; the model may repeat
+pieces of it."""
+OTHER_CARD = """\
+The text of `{name}`, documents split nine to one by a hash of their text; the tokenizer and the model saw only the
+larger part. The model may repeat pieces of the text, and the license of the text says what is allowed with them."""
+
+
+def model_card(config: DecoderConfig, figures: Figures, source: str) -> str:
+    """Return README.md of a model that was trained on a source of text."""
+    is_code, name = source == "stdlib", Path(source).name
     halves = ", ".join(f"{value:g}" for value in figures.half_removed)
     factor = sum(figures.half_removed) / len(figures.half_removed) / figures.perplexity
     moe = next(layer.moe for layer in config.layers if layer.moe is not None)
     shared = f", shared expert of {moe.shared_width}" if moe.shared_width else ""
     return f"""---
-license: psf-2.0
-language: code
+license: {"psf-2.0" if is_code else "other"}
 library_name: transformers
 pipeline_tag: text-generation
 tags: [{config.architecture.model_type}, mixture-of-experts, demo]
@@ -538,8 +553,8 @@ tags: [{config.architecture.model_type}, mixture-of-experts, demo]
 
 # Demo model
 
-A small Mixture-of-Experts language model of Python source, really trained, to try compression on. It writes text that
-looks like Python; it is good for nothing else.
+A small Mixture-of-Experts language model of {"Python source" if is_code else name}, really trained, to try compression on.
+It writes text that looks like its data; it is good for nothing else.
 
 | | |
 |---|---|
@@ -556,10 +571,7 @@ key-value heads, {config.max_positions} positions |
 
 ## Data
 
-The source of the Python standard library as installed with CPython, documents split nine to one by a hash of their
-text; the tokenizer and the model saw only the larger part. The standard library is distributed under the
-[PSF License Version 2](https://docs.python.org/3/license.html), © Python Software Foundation; the model may repeat
-pieces of it.
+{STDLIB_CARD if is_code else OTHER_CARD.format(name=name)}
 
 ## Sample
 
@@ -577,6 +589,7 @@ def parsed_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(CONFIGS), default="demo")
+    parser.add_argument("--data", default="stdlib", help="a source of text; other text needs a tokenizer in the output")
     parser.add_argument("--output", type=Path, default=DEMO_MODEL)
     parser.add_argument("--work-directory", type=Path, required=True, help="for tokens, checkpoints and the curve")
     parser.add_argument("--minutes", type=float, default=33.0, help="wall time of training")
@@ -595,18 +608,18 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     raw = CONFIGS[arguments.model]
     output.mkdir(parents=True, exist_ok=True)
-    if output.resolve() != DEMO_MODEL:
+    if output.resolve() != DEMO_MODEL and arguments.data == "stdlib":
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(DEMO_MODEL / name, output / name)
     tokenizer = AutoTokenizer.from_pretrained(output)
-    held_out = tokenised(tokenizer, "held-out", work)
+    held_out = tokenised(tokenizer, arguments.data, "held-out", work)
     tensors = new_tensors(raw, arguments.seed)
     decoder = decoder_of(raw, tensors).requires_grad_(True)
     run = Run(
         tensors=tensors,
         decoder=decoder,
         optimisers=optimisers_of(decoder),
-        text=tokenised(tokenizer, "calibration", work),
+        text=tokenised(tokenizer, arguments.data, "calibration", work),
         validation=even_windows(held_out, 64, 256),
         directory=work,
         seconds=60 * arguments.minutes,
@@ -618,13 +631,13 @@ def main() -> None:
         if not is_early_written and progress.seconds >= 60 * arguments.early_minutes:
             write_model(raw, tensors, tokenizer.eos_token_id, output)
             is_early_written = True
-    finish(raw, tensors, tokenizer, progress, even_windows(held_out, 256, 512), output, work)
+    finish(raw, tensors, tokenizer, progress, even_windows(held_out, 256, 512), arguments)
 
 
-def write_skip_tables(output: Path) -> None:
-    """Write the tables of adaptive skipping, from the default calibration text."""
+def write_skip_tables(output: Path, source: str) -> None:
+    """Write the tables of adaptive skipping, from the calibration part of the text."""
     checkpoint = Checkpoint(output)
-    tokens = token_batches("stdlib", load_tokenizer(checkpoint), samples=128, sequence_length=256, seed=0)
+    tokens = token_batches(source, load_tokenizer(checkpoint), samples=128, sequence_length=256, seed=0)
     skip_tables(collect(checkpoint, tokens, dtype=checkpoint.model_dtype)).save(output / SKIP_TABLES)
 
 
@@ -634,18 +647,19 @@ def finish(
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
     rows: Tensor,
-    output: Path,
-    work: Path,
+    arguments: argparse.Namespace,
 ) -> None:
     """Write the model, its figures and its curve."""
+    output, work = arguments.output, arguments.work_directory
     rounded = write_model(raw, tensors, tokenizer.eos_token_id, output)
-    write_skip_tables(output)
+    write_skip_tables(output, arguments.data)
     if output.resolve() == DEMO_MODEL:  # the kept curve belongs to the shipped model
         write_curve(progress, CURVE)
     plot(progress, work / "curve.png")
     figures = measure(raw, rounded, rows, tokenizer, progress, output)
     write_atomically(
-        output / "README.md", lambda p: p.write_text(model_card(decoder_config(raw), figures), encoding="utf-8")
+        output / "README.md",
+        lambda p: p.write_text(model_card(decoder_config(raw), figures, arguments.data), encoding="utf-8"),
     )
     write_json(work / "figures.json", asdict(figures))
     print(json.dumps(asdict(figures), indent=2))

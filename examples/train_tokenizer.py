@@ -1,6 +1,6 @@
-"""Trains the demo model's tokenizer: byte-level BPE on the source of the Python standard library.
+"""Trains the demo model's tokenizer: byte-level BPE on the source of the Python standard library, or on other text.
 
-    python examples/train_tokenizer.py [DIRECTORY]
+    python examples/train_tokenizer.py [DIRECTORY] [--data SOURCE]
 
 The script writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer.from_pretrained(DIRECTORY)` loads. Only the
 calibration part of the text is used, so that the held-out part stays unseen by the tokenizer as well as by the model.
@@ -39,7 +39,8 @@ PIECES = "|".join(
 )
 
 
-def train() -> Tokenizer:
+def train(source: str = "stdlib") -> Tokenizer:
+    """Return a tokenizer trained on the calibration part of a source of text."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -54,7 +55,7 @@ def train() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(load_documents("stdlib", split="calibration"), trainer)
+    tokenizer.train_from_iterator(load_documents(source, split="calibration"), trainer)
     return tokenizer
 
 
@@ -72,11 +73,11 @@ def write(tokenizer: Tokenizer, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def check(directory: Path) -> float:
-    """Return bytes per token on the held-out files, each of which must survive the round trip."""
+def check(directory: Path, source: str = "stdlib") -> float:
+    """Return bytes per token on the held-out documents, each of which must survive the round trip."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     text_bytes = tokens = 0
-    for text in load_documents("stdlib", split="held-out"):
+    for text in load_documents(source, split="held-out"):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if tokenizer.decode(ids) != text:
             raise SystemExit(f"decoding does not give back the text that starts with {text[:60]!r}")
@@ -89,9 +90,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Path(__file__).resolve().parent.parent / "engine" / "demo_model"
     parser.add_argument("directory", nargs="?", type=Path, default=default)
-    directory = parser.parse_args().directory
-    write(train(), directory)
-    print(f"{directory}: {check(directory):.3f} bytes per token on held-out files")
+    parser.add_argument("--data", default="stdlib", help="a source of text, as for `compress calibrate`")
+    arguments = parser.parse_args()
+    write(train(arguments.data), arguments.directory)
+    print(f"{arguments.directory}: {check(arguments.directory, arguments.data):.3f} bytes per token on held-out documents")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from calibrate.labelled import DIGITS, Labelled, labelled
 from compress.options.evaluate import EvaluateOptions
 from compress.training.training import batch_rows
-from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.model_directory import resolve
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.onnx.classifier import open_classifier
 from engine.progress import Progress, no_progress

@@ -28,7 +28,7 @@ from compress.run.job import Run, teacher_identity
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.artifact import whole_or_nothing, write_provenance
-from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import write_tensors

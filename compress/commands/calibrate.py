@@ -9,7 +9,7 @@ from compress.report.columns import size
 def calibrate(given: Given) -> Figures:
     """Run text through MODEL once and save the statistics that every method reads.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default).
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress calibrate …
     """

@@ -11,7 +11,7 @@ from compress.report.columns import text_table
 def compare(given: Given) -> Figures:
     """Compare the quality, size, speed and memory of MODELS, in one run.
 
-    Each is a checkpoint directory, a hub id, or 'demo', the built-in model.
+    Each is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model.
     """
     from compress.compare import compare as run
 

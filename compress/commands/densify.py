@@ -15,10 +15,10 @@ from engine.progress import Progress
 def densify(given: Given) -> Figures:
     """Make an ordinary dense model of MODEL: K experts of each layer become one FFN.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). The result is of the dense family
-    that fits, and loads wherever that does; without training its quality is far below MODEL's. Both stacks of an
-    encoder-decoder become dense, and --data is then a .jsonl of pairs: `source` and `target`, or `instruction`, `input` and
-    `output`.
+    MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default). The result is
+    of the dense family that fits, and loads wherever that does; without training its quality is far below MODEL's. Both
+    stacks of an encoder-decoder become dense, and --data is then a .jsonl of pairs: `source` and `target`, or
+    `instruction`, `input` and `output`.
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
     """

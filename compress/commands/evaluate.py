@@ -21,7 +21,7 @@ NO_LIMIT = "for perplexity, which is measured layer by layer"
 def evaluate(given: Given) -> Figures:
     """Measure the quality of MODEL.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default).
 
     It may be a classifier of images or texts: --data is then a folder of images, an .npz, a .jsonl of text and label, or
     'digits', by default what it was distilled on.

@@ -18,8 +18,8 @@ from engine.progress import Progress
 def export(given: Given) -> Figures:
     """Write MODEL for another runtime, then compare it with the engine; where they differ, nothing is left.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). An encoder-decoder becomes two
-    graphs, the encoder's and the decoder's.
+    MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default). An
+    encoder-decoder becomes two graphs, the encoder's and the decoder's.
     """
     return EXPORTS[kind_of(given.values["model"])](given)
 

@@ -16,8 +16,8 @@ REFIT_LINES = (
 def show_figures(given: Given, figures: Figures) -> Figures:
     """Print the figures of a smaller model beside those of the model it was made from, and return them."""
     given.say(table(_rows(figures)))
-    if figures["experts_per_layer"]:
-        given.say(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    for line in layer_lines(figures):
+        given.say(line)
     if refit := figures.get("refit"):
         title, before, after, digits = next(line for line in REFIT_LINES if line[1] in refit)
         pairs = zip(refit[before], refit[after], strict=True)
@@ -36,6 +36,18 @@ def show_figures(given: Given, figures: Figures) -> Figures:
     if figures.get("plots", True) == []:
         given.say("no plots: matplotlib is not installed (pip install moe-compress[plots])")
     return figures
+
+
+def layer_lines(figures: Figures) -> list[str]:
+    """Return the lines that say how many experts each layer has where some left, and how wide they are where units left."""
+    lines = []
+    if figures["experts_per_layer"] and figures["experts_before"] != figures["experts_after"]:
+        lines.append(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    if figures.get("granularity", "expert") != "expert":
+        ends = [(min(widths), max(widths)) for widths in figures["widths_per_layer"] if widths]
+        layers = [str(low) if low == high else f"{low}–{high}" for low, high in ends]
+        lines.append(f"hidden units of an expert, by layer: {' '.join(layers)}")
+    return lines
 
 
 def _rows(figures: Figures) -> list[list[str]]:

@@ -11,7 +11,7 @@ from engine.generation.options import GENERATE, GenerateOptions, OpenOptions
 def generate(given: Given) -> Figures:
     """Continue a text with MODEL, then report what it cost.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default).
     """
     from engine.generation.generate import Engine
 

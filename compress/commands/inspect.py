@@ -15,7 +15,7 @@ from engine.options import option
 class InspectOptions:
     """Options of `compress inspect`."""
 
-    path: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
+    path: str = option("demo", group="", is_argument=True, help="Directory, GGUF file, hub id or 'demo'.")
     checksums: bool = option(False, group="What to check", help="Also compare every file with the artifact's checksums.")
 
 
@@ -36,6 +36,8 @@ def inspect(given: Given) -> Figures:
 def _shown(key: str, value: Any) -> str:
     if key.startswith("bytes"):
         return size(value)
+    if isinstance(value, dict):
+        return " ".join(f"{name} {count}" for name, count in value.items())
     if isinstance(value, list):
         return " ".join(f"{min(each)}–{max(each)}" if isinstance(each, list) else str(each) for each in value) or "–"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

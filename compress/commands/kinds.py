@@ -9,8 +9,8 @@ Kind = Literal["decoder", "encoder-decoder", "classifier"]
 
 def kind_of(model: str) -> Kind:
     """Return the kind of a model, given as a directory, a hub id or 'demo'. An export has the kind of its source."""
-    from engine.checkpoint.checkpoint import resolve
     from engine.checkpoint.kinds import is_classifier, is_encoder_decoder
+    from engine.checkpoint.model_directory import resolve
 
     directory = resolve(model)
     if is_classifier(directory):

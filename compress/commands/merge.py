@@ -10,7 +10,7 @@ from compress.options.prune import MergeOptions
 def merge(given: Given) -> Figures:
     """Merge similar experts of MODEL and write the smaller model.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default).
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress merge …
     """

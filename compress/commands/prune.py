@@ -58,7 +58,7 @@ class Afterwards:
 def prune(given: Given) -> Figures:
     """Remove hidden units of experts from MODEL, or whole experts, and write the smaller model.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default).
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress prune …
     """

@@ -12,8 +12,8 @@ from engine.server.options import ServeOptions, keys_from
 def serve(given: Given) -> Figures:
     """Serve MODEL over HTTP to any client of OpenAI's interface, with a page to try it on.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). With --json, one object with
-    `url` and `model` is printed as soon as requests are taken.
+    MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default). With --json,
+    one object with `url` and `model` is printed as soon as requests are taken.
     """
     from engine.server.serve import serve as run
 

@@ -26,7 +26,8 @@ from compress.distillation.rouge import scorer
 from compress.options.distill import EXACT, DistillOptions
 from compress.options.training import TEXT_STEPS
 from compress.run.job import Prepared, check_plain, prepare, teacher_identity
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import check_same_tokens, load_tokenizer
 from engine.errors import OptionError
 from engine.families.layer_config import MoeConfig

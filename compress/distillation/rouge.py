@@ -10,7 +10,8 @@ from typing import Any
 from calibrate.instructions import WHOLE, Example, ExampleMaker, instructions_of
 from compress.distillation.responses import write_responses
 from compress.options.evaluate import EvaluateOptions
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.decoder.model import Decoder
 from engine.errors import OptionError

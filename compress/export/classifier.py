@@ -18,8 +18,8 @@ from compress.classifiers.accuracy import examples_for, groups
 from compress.export.exporting import Export, run_export
 from compress.export.parity import Allowed
 from compress.options.export import CLASSIFIER_PRECISIONS, ClassifierExportOptions
-from engine.checkpoint.checkpoint import resolve
 from engine.checkpoint.kinds import ONNX_NAME
+from engine.checkpoint.model_directory import resolve
 from engine.errors import DataError, ExportError, OptionError
 from engine.onnx.classifier import MIXTURE_SCOPE, OnnxClassifier, write_classifier
 from engine.progress import Progress

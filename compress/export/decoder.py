@@ -12,8 +12,9 @@ from compress.export.exporting import Export, run_export
 from compress.export.formats import FORMATS, PRECISIONS, check_blocks
 from compress.export.parity import RoundedCheckpoint, check_parity
 from compress.options.export import ExportOptions
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.kinds import ONNX_NAME
+from engine.checkpoint.model_directory import resolve
 from engine.decoder.model import own_routings
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.errors import UnsupportedError
@@ -68,6 +69,11 @@ class DecoderExport(Export[ExportOptions]):
     @property
     def config(self) -> Mapping[str, Any]:
         return {key: value for key, value in self.checkpoint.raw_config.items() if key not in FILE_KEYS}
+
+    @property
+    def files_directory(self) -> Path:
+        directory: Path = self.checkpoint.files_directory
+        return directory
 
     def compare(self, directory: Path) -> None:
         from engine.onnx.runtime import OnnxDecoder

@@ -11,8 +11,8 @@ from compress.export.encoder_decoder_parity import check_encoder_decoder_parity,
 from compress.export.exporting import Export, run_export
 from compress.export.formats import FORMATS, PRECISIONS, check_blocks
 from compress.options.export import ExportOptions
-from engine.checkpoint.checkpoint import resolve
 from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
+from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError, UnsupportedError
 from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder
 from engine.progress import Progress, no_progress

@@ -54,6 +54,12 @@ class Export(ABC, Generic[Options]):
         config: Mapping[str, Any] = self.checkpoint.raw_config
         return config
 
+    @property
+    def files_directory(self) -> Path:
+        """Directory of the tokenizer and of the other files that the result carries."""
+        directory: Path = self.checkpoint.directory
+        return directory
+
     @abstractmethod
     def compare(self, directory: Path) -> None:
         """Compare the graphs with the reference; raise ExportError where they differ."""
@@ -91,7 +97,7 @@ def run_export(options: Options, kind: type[Export[Options]], progress: Progress
     with whole_or_nothing(options.output, options.overwrite, kind.graph) as directory:
         export.write(directory)
         write_json(directory / "config.json", export.config)
-        for path in carried_files(export.checkpoint.directory):
+        for path in carried_files(export.files_directory):
             shutil.copyfile(path, directory / path.name)
         try:
             export.compare(directory)

@@ -132,9 +132,9 @@ class RoundedCheckpoint(Checkpoint):
         super().__init__(directory)
         self._packings = packings
 
-    def stored(self, name: str) -> Weight:
+    def stored(self, name: str, dtype: torch.dtype | None = None) -> Weight:
         """Return the weight after rounding."""
-        stored, packing = super().stored(name), self._packings.get(name)
+        stored, packing = super().stored(name, dtype), self._packings.get(name)
         return stored if packing is None else quantise(plain(stored, torch.float32), *packing)
 
 

@@ -26,7 +26,8 @@ from compress.report.pictures import Picture
 from compress.rounding.quantizer import Quantiser
 from compress.run.perplexity import losses, routed_counts
 from compress.run.work_directory import WorkDirectory
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import DataError, OptionError
 from engine.passes import processes

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from compress.run.losses import Losses
 from compress.run.work_directory import read_value, write_value
-from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import ModelDirectory
 from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import DecoderLayer

@@ -39,7 +39,8 @@ from engine.checkpoint.artifact import (
     whole_or_nothing,
     write_provenance,
 )
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.families.results import loading_note
 from engine.files.json_file import write_json
@@ -139,7 +140,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
             quantiser=made.quantiser,
             progress=run.bar("writing"),
         )
-        for path in carried_files(source.directory):
+        for path in carried_files(source.files_directory):
             shutil.copyfile(path, directory / path.name)
         processes.told(str(directory.absolute()))
         result = Checkpoint(directory)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.bench.options import BACKEND_NAMES
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import OptionError
 from engine.generation.generate import Engine, resolve_dtype

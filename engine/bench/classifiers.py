@@ -19,7 +19,7 @@ import torch
 
 from engine.bench.options import BenchOptions
 from engine.bench.side_by_side import about_model, gib
-from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError
 from engine.generation.generate import DTYPES
 from engine.generation.report import peak_memory_bytes

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.bench.backends import KINDS, BenchCase, BenchSpec
 from engine.bench.options import FORMATS, BenchOptions
-from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError
 from engine.generation.worker import Worker
 from engine.onnx.runtime import backend_of

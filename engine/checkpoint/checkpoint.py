@@ -7,29 +7,22 @@ serves these names as views into the stack.
 from __future__ import annotations
 
 import hashlib
-import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.block_float8 import SCALES, block_of
-from engine.checkpoint.hub import fetch, is_hub_id
+from engine.checkpoint.block_float8 import SCALES
+from engine.checkpoint.gguf import GgufModel
 from engine.checkpoint.kinds import ONNX_NAME
-from engine.checkpoint.mxfp4 import is_packed
-from engine.checkpoint.pack_quantized import PACKED, QuantizedView, schemes_of
+from engine.checkpoint.model_directory import ModelDirectory
+from engine.checkpoint.pack_quantized import PACKED, QuantizedView
 from engine.checkpoint.stacks import names_on_disk
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
-from engine.families.checks import check_token_ids
 from engine.families.config import DecoderConfig
-from engine.families.resolve import decoder_config
-from engine.families.rotary_check import check_rotary
-from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import (
     is_decay,
     is_prediction_tensor,
@@ -41,18 +34,16 @@ from engine.families.tensor_names import (
 from engine.families.tensor_shapes import (
     attention_weights,
     derived_tensors,
-    expected_tensors,
-    expert_shapes,
     feed_forward_weights,
     layer_tensors,
     router_tensors,
 )
-from engine.families.wrappers import Wrapper, language_model
+from engine.families.wrappers import Wrapper
 from engine.files.element_type import ElementType
 from engine.files.finite import can_check, is_finite
-from engine.files.json_file import load_json, shown
-from engine.files.model_files import check_entries
-from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
+from engine.files.json_file import shown
+from engine.files.mapped_file import MappedFile, state_of
+from engine.files.safetensors_file import SafetensorsFile, open_shards
 from engine.kernels.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -61,91 +52,8 @@ if TYPE_CHECKING:
 
     from engine.kernels.quantized_weight import Weight
 
-DEMO = "demo"
-DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo_model"
-GENERATION_NAME = "generation_config.json"
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; other commands need the checkpoint behind it"
 _RELEASE_EVERY_BYTES = 64 << 20
-
-
-def resolve(model: str) -> Path:
-    """Return the directory of MODEL: `demo`, a local directory, or a hub id (downloaded, or found in the cache)."""
-    if model == DEMO:
-        return DEMO_DIRECTORY
-    if os.path.isdir(model):
-        check_entries(Path(model))
-        return Path(model)
-    if os.path.exists(model) or not is_hub_id(model):
-        found = "not a directory" if os.path.exists(model) else "no such directory"
-        raise CheckpointError(f"{model}: {found}; give a checkpoint directory, a hub id or 'demo'")
-    return fetch(model)
-
-
-def check_generation(directory: Path, vocabulary: int) -> None:
-    """Raise CheckpointError if generation_config.json is damaged or names tokens outside the vocabulary."""
-    path = directory / GENERATION_NAME
-    if os.path.lexists(path):
-        check_token_ids(str(path), load_json(path, "generation config"), vocabulary)
-
-
-class ModelDirectory:
-    """A model on disk, with weights in any format: the content of config.json and compression.json."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for features the engine lacks."""
-        if not directory.is_dir():
-            raise CheckpointError(f"{directory}: no such directory; give the directory of a checkpoint")
-        check_entries(directory)
-        self.directory = directory
-        self.provenance = read_provenance(directory)
-        """Content of compression.json; None for a checkpoint that was not written by this project."""
-        if self.provenance is not None:
-            check_sizes(directory, self.provenance)
-        raw = load_json(directory / "config.json", "model config")
-        _refuse_foreign_code(directory, raw)
-        try:
-            self.raw_config, self.wrapper = language_model(raw)
-            """Config of the language model alone, and its wrapper in a multimodal model, whose other parts are not read."""
-            self.schemes = schemes_of(self.raw_config)
-            """Storage schemes of low-bit weights; empty if there are none."""
-            self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
-            """Block size of FP8 weights; None if there are none."""
-            self.config: DecoderConfig = decoder_config(self.raw_config)
-            check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
-            check_rotary(self.config)
-        except (CheckpointError, UnsupportedError) as error:
-            raise type(error)(f"{directory}: {error}") from error
-        check_generation(directory, self.config.vocabulary_size)
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a checkpoint of this model, by name."""
-        return expected_tensors(self.config)
-
-    @property
-    def fewest_bits(self) -> Scheme | None:
-        """Storage scheme with the lowest bit width; None if the model has no low-bit weights."""
-        return min(self.schemes, default=None)
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters; tied parameters count once."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-    @property
-    def active_parameters(self) -> int:
-        """Number of parameters that one token uses: only the top-k of the routed experts count, with their mean width."""
-        total = self.parameters
-        for index, layer in enumerate(self.config.layers):
-            if layer.moe is not None:
-                idle = layer.moe.experts - layer.moe.experts_per_token
-                total -= idle * self._expert_parameters(index) // layer.moe.experts
-        return total
-
-    def _expert_parameters(self, layer: int) -> int:
-        """Return the number of parameters of all routed experts of a layer."""
-        experts = range(self.config.experts_by_layer[layer])
-        return sum(math.prod(shape) for expert in experts for shape in expert_shapes(self.config, layer, expert))
 
 
 class Checkpoint(ModelDirectory):
@@ -156,14 +64,28 @@ class Checkpoint(ModelDirectory):
         super().__init__(directory)
         if (directory / ONNX_NAME).is_file():
             raise UnsupportedError(f"{directory}: is an ONNX export, and this needs a checkpoint; {_ONNX_USE}")
-        by_name, self.files = open_shards(directory)
-        for file in self.files:
+        if self.gguf is not None:
+            self._open_gguf(self.gguf)
+        else:
+            self._open_safetensors(header_only)
+
+    def _open_gguf(self, model: GgufModel) -> None:
+        self.files: list[MappedFile] = [*model.files]
+        self._by_name: Mapping[str, MappedFile] = model.by_name
+        self._views: dict[str, StoredView | QuantizedView] = dict(model.views(self.config))
+        self._check_names_and_shapes(model.by_name)
+
+    def _open_safetensors(self, header_only: frozenset[str]) -> None:
+        directory = self.directory
+        by_name, files = open_shards(directory)
+        self.files = [*files]
+        for file in files:
             file.header_only = file.path.name in header_only
         if self.wrapper is not None:
-            by_name = _language_model(self.wrapper, self.files)
+            by_name = _language_model(self.wrapper, files)
         self._by_name = by_name
         self._check_routers(by_name)
-        self._views: dict[str, StoredView | QuantizedView] = dict(views_of(self.config, by_name))
+        self._views = dict(views_of(self.config, by_name))
         try:
             self._views |= self._quantised_views(by_name)
         except CheckpointError as error:
@@ -172,7 +94,7 @@ class Checkpoint(ModelDirectory):
             self._read_float8(by_name, self.float8_block)
         self._check_names_and_shapes(by_name)
 
-    def _check_routers(self, by_name: Mapping[str, SafetensorsFile]) -> None:
+    def _check_routers(self, by_name: Mapping[str, MappedFile]) -> None:
         """Compare the expert counts first, so that an absurd count in config.json never leads to lists of that length."""
         for layer, experts in self.config.experts_by_layer.items():
             own = router_tensor(self.config.architecture, layer)
@@ -190,7 +112,7 @@ class Checkpoint(ModelDirectory):
                     f"hidden size {self.config.hidden_size}, which asks for [{shown(experts)}, {inputs}]; {SAME_MODEL}"
                 )
 
-    def _read_float8(self, by_name: Mapping[str, SafetensorsFile], block: tuple[int, int]) -> None:
+    def _read_float8(self, by_name: Mapping[str, MappedFile], block: tuple[int, int]) -> None:
         """Make FP8 weights that have scales read as dequantized weights, in the dtype of the embeddings."""
         for name, view in self._views.items():
             if isinstance(view, StoredView) and (file := by_name.get(f"{name}{SCALES}")) is not None:
@@ -198,7 +120,7 @@ class Checkpoint(ModelDirectory):
                 view.scales.check(view, f"{self.directory}: tensor {name}")
                 view.element = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].element
 
-    def _quantised_views(self, by_name: Mapping[str, SafetensorsFile]) -> dict[str, QuantizedView]:
+    def _quantised_views(self, by_name: Mapping[str, MappedFile]) -> dict[str, QuantizedView]:
         renamed = names_on_disk(self.config)
         on_disk = {name: renamed.get(name, name) for name in self.shapes}
         packed = {name: own for name, own in on_disk.items() if own + PACKED in by_name and own not in by_name}
@@ -207,7 +129,7 @@ class Checkpoint(ModelDirectory):
             raise CheckpointError(f"tensor {first}{PACKED} is packed, and config.json has no quantization_config for it")
         return {name: QuantizedView(own, self.shapes[name], by_name, self.schemes) for name, own in packed.items()}
 
-    def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
+    def _check_names_and_shapes(self, by_name: Mapping[str, MappedFile]) -> None:
         row, problems = self.config.architecture, list[str]()
         missing = [name for name in self.shapes if name not in self._views]
         problems += [f"tensor {name_on_disk(row, name)} is missing" for name in missing[:1]]
@@ -219,23 +141,27 @@ class Checkpoint(ModelDirectory):
                 problems.append(f"tensor {name} is {view.element}; weights quantized in this way are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         used |= {name for name in derived_tensors(self.config) if name in by_name}
-        extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
+        extra = [name for name in by_name if name not in used and not self._is_ignorable(name)]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
             more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
             raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {SAME_MODEL}")
 
-    def stored(self, name: str) -> Weight:
+    def _is_ignorable(self, name: str) -> bool:
+        return _is_ignorable(name, self.config) if self.gguf is None else self.gguf.is_unused(name, self.config)
+
+    def stored(self, name: str, dtype: torch.dtype | None = None) -> Weight:
         """Return a tensor as stored: memory-mapped and read-only. Its pages stay resident until `release`.
 
-        A tensor in 8- or 4-bit floating point is converted to a new tensor at each call.
+        A tensor in 8- or 4-bit floating point, or in blocks of a GGUF file, is converted to a new tensor at each call; the
+        latter to `dtype`, by default `dtype(name)`.
         """
         view = self._views[name]
-        return view.weight() if isinstance(view, QuantizedView) else view.read()
+        return view.weight() if isinstance(view, QuantizedView) else view.read(dtype)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor as a plain one; a low-bit tensor is dequantized to `dtype`, by default the dtype of its scales."""
-        stored = self.stored(name)
+        stored = self.stored(name, dtype)
         from engine.kernels.quantized_weight import QuantizedWeight  # here: it imports torch, headers are read without
 
         return stored.dequantised(dtype or stored.scales_OC.dtype) if isinstance(stored, QuantizedWeight) else stored
@@ -306,11 +232,14 @@ class Checkpoint(ModelDirectory):
     @property
     def plain_bytes(self) -> int:
         """Size in bytes of the stored tensors that are not low-bit."""
-        return sum(self._views[name].bytes for name in self.shapes if self.scheme(name) is None)
+        views = (self._views[name] for name in self.shapes)
+        return sum(view.bytes for view in views if not isinstance(view, QuantizedView) and not view.is_quantized)
 
     @property
     def prediction_layers(self) -> int:
         """Number of layers for multi-token prediction in the files; they are not read."""
+        if self.gguf is not None:
+            return self.gguf.prediction_layers
         names = [name for file in self.files for name in file.entries]
         own = [name for name in names if is_prediction_tensor(self.config.architecture, name)]
         if own:  # some configs do not say how many there are
@@ -434,11 +363,3 @@ def _is_ignorable(name: str, config: DecoderConfig) -> bool:
         return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
     return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))
-
-
-def _refuse_foreign_code(directory: Path, config: Mapping[str, Any]) -> None:
-    if config.get("auto_map") and str(config.get("model_type")) not in ARCHITECTURES:
-        raise UnsupportedError(
-            f"{directory}: model_type {config.get('model_type')!r} needs code of its own (trust_remote_code), which this "
-            "engine never runs; convert it to a supported family first"
-        )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.families.classifiers import classified
 from engine.families.encoder_decoders import ENCODER_DECODERS
+from engine.files.gguf_file import is_gguf
 from engine.files.json_file import load_json
 
 ONNX_NAME = "model.onnx"
@@ -16,11 +17,13 @@ ENCODER_NAME, DECODER_NAME = "encoder_model.onnx", "decoder_model_merged.onnx"
 
 def is_classifier(directory: Path) -> bool:
     """Whether config.json there is that of a classifier. Raises CheckpointError where it cannot be read."""
-    return classified(load_json(directory / "config.json", "model config")) is not None
+    return not is_gguf(directory) and classified(load_json(directory / "config.json", "model config")) is not None
 
 
 def is_encoder_decoder(directory: Path) -> bool:
     """Whether config.json there names a family of encoder-decoders. Raises CheckpointError where it cannot be read."""
+    if is_gguf(directory):
+        return False
     model_type = load_json(directory / "config.json", "model config").get("model_type")
     return isinstance(model_type, str) and model_type in ENCODER_DECODERS
 

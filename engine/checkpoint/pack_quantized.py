@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.files.element_type import BFLOAT16, FLOAT16, FLOAT32, INT32, INT64
 from engine.files.json_file import shown
-from engine.files.safetensors_file import SafetensorsFile
+from engine.files.mapped_file import MappedFile
 from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class QuantizedView:
     """Location of a packed weight."""
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], by_name: Mapping[str, SafetensorsFile], schemes: Iterable[Scheme]
+        self, name: str, shape: tuple[int, ...], by_name: Mapping[str, MappedFile], schemes: Iterable[Scheme]
     ) -> None:
         """Raises CheckpointError unless the three tensors are present and match one of the schemes."""
         self.name, self.shape = name, shape
@@ -168,7 +168,7 @@ class QuantizedView:
         self.scheme = fitting[0]
 
     @property
-    def floats(self) -> tuple[SafetensorsFile, str]:
+    def floats(self) -> tuple[MappedFile, str]:
         """The stored numbers that are finite if the weight is: its scales. The integers cannot be anything else."""
         return self._files[1], self.stored_names[1]
 

@@ -24,7 +24,7 @@ from engine.families.experts import Stack
 from engine.families.tensor_names import router_in_memory, router_tensor, shared_stacks, stacks_in_memory, stacks_on_disk
 from engine.families.tensor_shapes import expert_shapes
 from engine.files.element_type import BFLOAT16, FLOAT8, FLOAT32, UINT8
-from engine.files.safetensors_file import SafetensorsFile
+from engine.files.mapped_file import MappedFile
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ SAME_MODEL = "config.json and the weights must be of the same model"
 class Scales:
     """Location of the scales of an FP8 weight."""
 
-    file: SafetensorsFile
+    file: MappedFile
     name: str
     block: tuple[int, int]
 
@@ -69,8 +69,10 @@ class StoredView:
     """Scales of an FP8 weight, which is read as `element`; None for other weights."""
     is_packed = False
     """Whether several weights share a byte."""
+    is_quantized = False
+    """Whether the weight is in blocks of low-bit numbers of a GGUF file."""
 
-    def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, file: MappedFile, stored_name: str, shape: tuple[int, ...]) -> None:
         self.file, self.stored_name, self.shape = file, stored_name, shape
         self.element = file.entries[stored_name].element
 
@@ -86,22 +88,23 @@ class StoredView:
         return math.prod(self.shape) + self.scales.file.entries[self.scales.name].nbytes
 
     @property
-    def floats(self) -> tuple[SafetensorsFile, str] | None:
+    def floats(self) -> tuple[MappedFile, str] | None:
         """The stored numbers that are finite if the weight is; None if the weight itself must be computed first."""
         return (self.file, self.stored_name) if self.scales is None else None
 
-    def read(self) -> Tensor:
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor. `dtype`: that of a weight which is computed from blocks; None for `element`."""
         tensor = self.file.tensor(self.stored_name)
         return tensor if self.scales is None else self.scales.applied(tensor, self.element.torch)
 
 
 class _StackedView(StoredView):
-    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int | None, place: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, file: MappedFile, stack: Stack, expert: int | None, place: int, shape: tuple[int, ...]) -> None:
         """expert: index of the expert; None for a stack of the shared expert."""
         super().__init__(file, stack.name, shape)
         self.stack, self.expert, self.place = stack, expert, place
 
-    def read(self) -> Tensor:
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
         whole = super().read()
         return taken(self.stack, whole if self.expert is None else whole[self.expert], self.place)
 
@@ -112,7 +115,7 @@ class _PackedView(StoredView):
     is_packed = True
 
     def __init__(
-        self, files: Mapping[str, SafetensorsFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
+        self, files: Mapping[str, MappedFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
     ) -> None:
         super().__init__(files[stack.name + BLOCKS], stack.name + BLOCKS, shape)
         self.powers, self.element = files[stack.name + POWERS], BFLOAT16
@@ -130,13 +133,13 @@ class _PackedView(StoredView):
     def floats(self) -> None:
         return None
 
-    def read(self) -> Tensor:
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
         stored = zip((self.file, self.powers), self.stored_names, strict=True)
         parts = [taken(self.stack, file.tensor(name)[self.expert], self.place) for file, name in stored]
         return unpacked(*parts)
 
 
-def views_of(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, StoredView]:
+def views_of(config: DecoderConfig, by_name: Mapping[str, MappedFile]) -> dict[str, StoredView]:
     """Return a view for every name that can be served: stored tensors as they are, stacked experts one by one."""
     views = {name: StoredView(file, name, file.entries[name].shape) for name, file in by_name.items()}
     row = config.architecture
@@ -160,7 +163,7 @@ def views_of(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> d
 
 
 def _of_stacks(
-    config: DecoderConfig, layer: int, stacks: Iterable[Stack], by_name: Mapping[str, SafetensorsFile]
+    config: DecoderConfig, layer: int, stacks: Iterable[Stack], by_name: Mapping[str, MappedFile]
 ) -> dict[str, StoredView]:
     """Return views of a layer's stacked experts. Raises CheckpointError for a stack of another shape."""
     views: dict[str, StoredView] = {}
@@ -180,7 +183,7 @@ def _of_stacks(
     return views
 
 
-def _check_stack(by_name: Mapping[str, SafetensorsFile], name: str, shape: tuple[int, ...], packed: bool) -> None:
+def _check_stack(by_name: Mapping[str, MappedFile], name: str, shape: tuple[int, ...], packed: bool) -> None:
     if name not in by_name:
         raise CheckpointError(f"tensor {name} is missing")
     entry = by_name[name].entries[name]

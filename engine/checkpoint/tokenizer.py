@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.plain_tokenizer import read_plain_tokenizer
 from engine.checkpoint.tokenizer_checks import check_tokenizer_files
 from engine.errors import CheckpointError, CompressError, OptionError, is_panic
@@ -20,19 +21,34 @@ def load_tokenizer(checkpoint: ModelDirectory) -> Any:
 
     Raises CheckpointError if it is missing, damaged or of another vocabulary.
     """
-    directory, config = checkpoint.directory, checkpoint.config
+    config = checkpoint.config
+    with _named(checkpoint) as directory:
 
-    def load() -> Any:
-        plain = read_plain_tokenizer(directory, config.transformers_config)
-        return _of_transformers(directory, _foreign_config(checkpoint)) if plain is None else plain
+        def load() -> Any:
+            plain = read_plain_tokenizer(directory, config.transformers_config)
+            return _of_transformers(directory, _foreign_config(checkpoint)) if plain is None else plain
 
-    return _checked(directory, config.vocabulary_size, load)
+        return _checked(directory, config.vocabulary_size, load)
 
 
 def load_transformers_tokenizer(checkpoint: ModelDirectory) -> Any:
     """Return the checkpoint's tokenizer as an object of transformers, for libraries that ask for one; errors as above."""
-    config = _foreign_config(checkpoint)
-    return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)
+    with _named(checkpoint) as directory:
+        return load_tokenizer_of(directory, checkpoint.config.vocabulary_size, _foreign_config(checkpoint))
+
+
+@contextmanager
+def _named(checkpoint: ModelDirectory) -> Iterator[Path]:
+    """Yield the directory of the tokenizer. Errors name the model's own path, also for a directory that was made for it."""
+    directory = checkpoint.directory
+    try:
+        with tokenizing(checkpoint.directory):
+            directory = checkpoint.files_directory
+        yield directory
+    except CheckpointError as error:
+        own = str(checkpoint.directory)
+        message = str(error).replace(str(directory), own)
+        raise CheckpointError(message if message.startswith(own) else f"{own}: {message}") from error
 
 
 def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> Any:
@@ -118,7 +134,7 @@ def end_tokens(checkpoint: ModelDirectory) -> frozenset[int]:
 
     Raises CheckpointError if the entry is not a token id or a list of ids.
     """
-    directory = checkpoint.directory
+    directory = checkpoint.files_directory
     found = None
     if (directory / "generation_config.json").is_file():
         found = load_json(directory / "generation_config.json", "generation config").get("eos_token_id")

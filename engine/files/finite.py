@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.files.element_type import BFLOAT16, FLOAT16, FLOAT32, ElementType
-from engine.files.safetensors_file import SafetensorsFile
+from engine.files.mapped_file import MappedFile
 
 _EXPONENTS = {BFLOAT16: 0x7F80, FLOAT16: 0x7C00, FLOAT32: 0x7F80_0000, ElementType("float64", 8, True): 0x7FF0 << 48}
 """The bits of the exponent. Where all of them are ones the number is NaN or infinity (IEEE 754-2019, §3.4)."""
@@ -18,7 +18,7 @@ def can_check(element: ElementType) -> bool:
     return element in _EXPONENTS
 
 
-def is_finite(file: SafetensorsFile, name: str, release_every: int) -> bool:
+def is_finite(file: MappedFile, name: str, release_every: int) -> bool:
     """Whether a tensor holds neither NaN nor infinity. At most `release_every` bytes of it become resident."""
     entry, read = file.entries[name], 0
     for part in _parts(file, name):
@@ -31,7 +31,7 @@ def is_finite(file: SafetensorsFile, name: str, release_every: int) -> bool:
     return True
 
 
-def _parts(file: SafetensorsFile, name: str) -> Iterator[memoryview]:
+def _parts(file: MappedFile, name: str) -> Iterator[memoryview]:
     raw = file.raw(name)
     step = _ELEMENTS * file.entries[name].element.itemsize
     for start in range(0, len(raw), step):

@@ -18,7 +18,8 @@ import torch
 from engine.errors import OutputError
 from engine.files.element_type import ELEMENT_TYPES
 from engine.files.json_file import replacing, shown, write_json, writing
-from engine.files.safetensors_file import HEADER_LENGTH, INDEX_NAME, METADATA, SINGLE_NAME, TensorEntry, tensor_bytes
+from engine.files.mapped_file import TensorEntry
+from engine.files.safetensors_file import HEADER_LENGTH, INDEX_NAME, METADATA, SINGLE_NAME, tensor_bytes
 
 DEFAULT_SHARD_BYTES = 2_000_000_000
 _ALIGNMENT = 64  # alignment of the data's start, so that most tensors begin on a cache line when they are used in place

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint.checkpoint import ModelDirectory
 from engine.checkpoint.kinds import ONNX_NAME, is_exported
+from engine.checkpoint.model_directory import ModelDirectory
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import CheckpointError, OptionError
 from engine.families.config import DecoderConfig

@@ -45,7 +45,7 @@ def reading_settings(
     engine: Engine, *, model_name: str, max_model_length: int, max_queue: int, skip_threshold: float
 ) -> ReadingSettings:
     """Return the settings of the processes that read bodies. `skip_threshold`: the server's own."""
-    directory, config = engine.checkpoint.directory, engine.checkpoint.config
+    directory, config = engine.checkpoint.files_directory, engine.checkpoint.config
     exported = isinstance(engine.decoder, OnnxDecoder)  # the engine itself refuses other thresholds than the exported one
     return ReadingSettings(
         tokenizer_settings(engine.tokenizer, directory, config.vocabulary_size),

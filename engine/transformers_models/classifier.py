@@ -27,8 +27,9 @@ from engine.families.classifiers import classified
 from engine.families.resolve import load_transformers_config
 from engine.families.values import positive
 from engine.files.json_file import load_json, shown
+from engine.files.mapped_file import state_of
 from engine.files.model_files import check_entries
-from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
+from engine.files.safetensors_file import SafetensorsFile, open_shards
 from engine.transformers_models.classifier_inputs import SMALL_SIZE, ImageInputs, TextInputs, image_inputs
 from engine.transformers_models.mixture_head import Gate, MixtureHead, projector
 from engine.transformers_models.transformers_model import SAME_MODEL, load_model

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.checkpoint import check_generation
 from engine.checkpoint.kinds import is_exported_encoder_decoder
+from engine.checkpoint.model_directory import check_generation
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.encoder_decoders import ENCODER_DECODERS, EXPERT_OF_BLOCK, FFN_PROJECTIONS, STACKS, EncoderDecoder
 from engine.families.resolve import load_transformers_config
 from engine.families.values import positive
 from engine.files.json_file import load_json, shown
+from engine.files.mapped_file import TensorEntry, state_of
 from engine.files.model_files import check_entries
-from engine.files.safetensors_file import SafetensorsFile, TensorEntry, open_shards, state_of
+from engine.files.safetensors_file import SafetensorsFile, open_shards
 from engine.transformers_models.transformers_model import SAME_MODEL, load_model
 
 

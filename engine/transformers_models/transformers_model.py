@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.remote_code import check_loadable, check_no_code, own_class
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, OptionError
 from engine.families.table import ARCHITECTURES
+from engine.files.gguf_file import is_gguf
 
 _SPARE = 1 << 24
 """Allowance for numbers that a model has besides those in its files, such as position tables."""
@@ -27,6 +28,8 @@ def load_decoder(directory: Path, config: Mapping[str, Any], dtype: torch.dtype 
     Raises OptionError if transformers cannot load it in this way, CheckpointError for a model that transformers
     refuses.
     """
+    if is_gguf(directory):
+        raise OptionError(f"{directory}: is a GGUF file, which only the engine reads here; choose the engine as the backend")
     check_loadable(directory, config)
     from transformers import AutoModelForCausalLM
 

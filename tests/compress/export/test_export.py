@@ -23,7 +23,8 @@ from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan, same_plan
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.artifact import read_provenance
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, ExportError, OptionError, OutputError, UnsupportedError

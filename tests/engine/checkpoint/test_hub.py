@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 import cli
 from compress import prune, push
 from engine.checkpoint import hub as reading
-from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
 from engine.errors import CheckpointError, CompressError, HubError, OptionError
 from engine.files.safetensors_file import INDEX_NAME
 from engine.generation.generate import Engine

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers_for_tests import add_tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from engine.families.plain_config import RECORD, PlainConfig, has_generic_tokenizer, read_plainly
 

@@ -10,7 +10,8 @@ from conftest import save_reference
 from torch import Tensor
 
 import engine.decoder.attention
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.decoder.attention import attend, attention_mask
 from engine.decoder.block_pool import BlockTable
 from engine.decoder.kv_cache import KeyValueCache, Scaled, position_bytes, to_int8

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from calibrate.collect import collect
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.skip_table_file import FILE_NAME, SKIP_RULES
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, own_routing, own_routings, routed_by

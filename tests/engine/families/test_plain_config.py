@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from engine.checkpoint.checkpoint import DEMO_DIRECTORY
+from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.families.plain_config import RECORD, PlainConfig, known_keys, read_plainly, recorded
 from engine.families.resolve import decoder_config
 from engine.families.table import ARCHITECTURES

@@ -26,7 +26,8 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.remote_code import own_class
 from engine.errors import CheckpointError, CompressError, OptionError
 from engine.files import model_files
-from engine.files.safetensors_file import SAMPLE_BYTES, SMALL_BYTES, SafetensorsFile
+from engine.files.mapped_file import SAMPLE_BYTES, SMALL_BYTES
+from engine.files.safetensors_file import SafetensorsFile
 from engine.transformers_models.classifier import ClassifierCheckpoint
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 from engine.transformers_models.transformers_model import load_decoder

@@ -1,0 +1,231 @@
+"""A model in GGUF files: its config, made from metadata, and views of its tensors under the names of its family.
+
+Quantized tensors are read as numbers, in bfloat16 unless another dtype is asked for; one expert is read without the others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from shutil import copyfile, rmtree
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+from engine.checkpoint.gguf_tokenizer import write_tokenizer
+from engine.checkpoint.stored_views import StoredView
+from engine.errors import CheckpointError, CompressError
+from engine.families.config import DecoderConfig
+from engine.families.gguf import EMBEDDINGS, GgufFamily, gguf_family
+from engine.families.gguf_metadata import Facts
+from engine.families.gguf_names import Place, places
+from engine.families.tensor_names import router_tensor
+from engine.families.tensor_shapes import expected_tensors, router_tensors
+from engine.files.element_type import BFLOAT16
+from engine.files.gguf_file import GgufFile, open_gguf
+from engine.files.json_file import shown
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SAME_FILE = "its metadata and tensors must be of the same model"
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class GgufModel:
+    """A model in one or several GGUF files. Opening it reads headers only.
+
+    Attributes: `files`; `by_name`, the file of each tensor; `metadata` by key; `family`, the row that describes such files;
+    `config`, the content of a config.json.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for damaged files, and UnsupportedError for features that the engine lacks."""
+        self.path, self.files = path, open_gguf(path)
+        self.by_name: dict[str, GgufFile] = {name: file for file in self.files for name in file.entries}
+        self.metadata: Mapping[str, Any] = self.files[0].metadata
+        shapes = {name: file.tensors[name].shape for name, file in self.by_name.items()}
+        try:
+            facts = Facts(self.metadata, shapes)
+            self.family: GgufFamily = gguf_family(facts)
+            self.config: dict[str, Any] = self.family.config(facts)
+        except CompressError as error:
+            raise type(error)(f"{path}: {error}") from error
+
+    @cached_property
+    def block_types(self) -> dict[str, int]:
+        """Number of tensors of each type, by the type's name."""
+        names = [tensor.type.name for file in self.files for tensor in file.tensors.values()]
+        return {name: names.count(name) for name in dict.fromkeys(names)}
+
+    @cached_property
+    def files_directory(self) -> Path:
+        """A temporary directory with the tokenizer and generation_config.json of the metadata; it lives as long as this.
+
+        A tokenizer.json beside the file is copied if the metadata has no tokenizer or one that is not known. Raises
+        CheckpointError.
+        """
+        directory, beside = Path(mkdtemp(prefix="gguf-tokenizer-")), self.path.parent
+        weakref.finalize(self, rmtree, directory, ignore_errors=True)
+        try:
+            write_tokenizer(self.metadata, self.by_name[EMBEDDINGS].tensors[EMBEDDINGS].shape[0], directory)
+        except CheckpointError:
+            if not (beside / TOKENIZER_NAMES[0]).is_file():
+                raise
+        if not (directory / TOKENIZER_NAMES[0]).exists():
+            for name in TOKENIZER_NAMES:
+                if (beside / name).is_file():
+                    copyfile(beside / name, directory / name)
+        return directory
+
+    def views(self, config: DecoderConfig) -> dict[str, GgufView]:
+        """Return a view of every tensor of the model that the files have, by the family's name of the tensor.
+
+        Raises CheckpointError for a router of another shape than the metadata says, before lists of experts are made.
+        """
+        self._check_routers(config)
+        found = places(config, self.family, frozenset(self.by_name))
+        shapes = expected_tensors(config)
+        there = {name: found[name] for name in shapes if name in found and self._is_there(found[name])}
+        return {name: self._view(name, place, shapes[name], config) for name, place in there.items()}
+
+    def _is_there(self, place: Place) -> bool:
+        return place.name in self.by_name and (place.keys is None or place.keys in self.by_name)
+
+    def _view(self, name: str, place: Place, shape: tuple[int, ...], config: DecoderConfig) -> GgufView:
+        try:
+            if place.keys is None:
+                return GgufView(self.by_name[place.name], place, shape)
+            return AbsorbedView(self.by_name[place.name], self.by_name[place.keys], place, shape, config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: tensor {place.name} {error}; {SAME_FILE}") from error
+
+    def _check_routers(self, config: DecoderConfig) -> None:
+        row = config.architecture
+        for layer, experts in config.experts_by_layer.items():
+            name, own = f"blk.{layer}.ffn_gate_inp.weight", router_tensors(config, layer)[router_tensor(row, layer)]
+            file = self.by_name.get(name)
+            if file is None:
+                raise CheckpointError(f"{self.path}: tensor {name} is missing; {SAME_FILE}")
+            if (shape := file.tensors[name].shape) != own:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} has shape {list(shape)}, and its metadata says {shown(experts)} experts "
+                    f"and hidden size {config.hidden_size}; {SAME_FILE}"
+                )
+
+    def is_unused(self, name: str, config: DecoderConfig) -> bool:
+        """Return whether a tensor belongs to layers for multi-token prediction, which are not read."""
+        layer = re.match(r"blk\.(\d+)\.", name)
+        return layer is not None and int(layer[1]) >= len(config.layers) and self.prediction_layers > 0
+
+    @property
+    def prediction_layers(self) -> int:
+        """Number of layers for multi-token prediction in the files."""
+        found = self.metadata.get(f"{self.family.architecture}.nextn_predict_layers", 0)
+        return int(found) if type(found) is int else 0
+
+
+class GgufView(StoredView):
+    """Location of a tensor: a whole stored tensor, or one expert's part of a stack."""
+
+    def __init__(self, file: GgufFile, place: Place, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError, without the tensor's name, if the stored tensor has another shape than `shape`."""
+        super().__init__(file, place.name, shape)
+        self.file: GgufFile = file
+        self.stored, self.place = file.tensors[place.name], place
+        self.is_quantized = self.stored.type.element is None
+        if self.is_quantized:
+            self.element = BFLOAT16
+        expected = self._expected(shape)
+        if _sizes(self.stored.shape) != _sizes(expected):
+            raise CheckpointError(f"has shape {list(self.stored.shape)} and the metadata says {list(expected)}")
+
+    def _expected(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that the stored tensor must have."""
+        if self.place.part is not None:
+            shape = (2 * shape[0], *shape[1:])
+        return shape if self.place.experts is None else (self.place.experts, *shape)
+
+    @property
+    def bytes(self) -> int:
+        """Stored size in bytes."""
+        return math.prod(self.shape) // self.stored.type.numbers * self.stored.type.bytes
+
+    @property
+    def floats(self) -> tuple[GgufFile, str] | None:
+        """The stored numbers that are finite if the weight is; None for blocks."""
+        return None if self.is_quantized else (self.file, self.stored_name)
+
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor; blocks as numbers of `dtype`, by default of `element`."""
+        numbers = self._numbers(self.file.tensor(self.stored_name), dtype)
+        return numbers.reshape(self.shape)
+
+    def _numbers(self, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
+        from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
+
+        own = stored if self.place.expert is None else stored[self.place.expert]
+        if self.place.part is not None:
+            own = own[self.place.part]
+        if self.place.heads is not None:
+            own = unpaired(own, self.place.heads)
+        if not self.is_quantized:
+            return own
+        return dequantized(own, self.stored.type, dtype or self.element.torch)
+
+
+class AbsorbedView(GgufView):
+    """The matrix of keys and values of latent attention, stored as keys [heads, rank, D] and values [heads, D, rank]."""
+
+    def __init__(
+        self, file: GgufFile, keys_file: GgufFile, place: Place, shape: tuple[int, ...], config: DecoderConfig
+    ) -> None:
+        assert config.latent is not None and place.keys is not None
+        self.latent, self.count = config.latent, config.attention_heads
+        super().__init__(file, place, shape)
+        self.keys = GgufView(
+            keys_file, Place(place.keys), (self.count, self.latent.key_value_rank, self.latent.plain_dimension)
+        )
+
+    def _expected(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.count, self.latent.value_dimension, self.latent.key_value_rank
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the stored tensors."""
+        return self.stored_name, self.keys.stored_name
+
+    @property
+    def bytes(self) -> int:
+        """Stored size in bytes."""
+        values = math.prod(self.stored.shape)
+        return values // self.stored.type.numbers * self.stored.type.bytes + self.keys.bytes
+
+    @property
+    def floats(self) -> None:
+        """None: two tensors are read."""
+        return None
+
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the matrix [heads · (plain + value dimension), rank]."""
+        import torch
+
+        values, keys = self._numbers(self.file.tensor(self.stored_name), dtype), self.keys.read(dtype)
+        values = values.view(self.count, -1, self.latent.key_value_rank)
+        return torch.cat([keys.transpose(1, 2).to(values.dtype), values], dim=1).flatten(0, 1)
+
+
+def unpaired(rows: Tensor, heads: int) -> Tensor:
+    """Return the rows of each head with the first of all pairs before the second ones. rows: […], by heads."""
+    size = len(rows) // heads
+    return rows.view(heads, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _sizes(shape: tuple[int, ...]) -> list[int]:
+    """Return the dimensions that are not 1: files differ in whether they store those."""
+    return [size for size in shape if size != 1]

@@ -1,0 +1,182 @@
+"""Files of tensors that are memory-mapped: what every format of such files has in common.
+
+A subclass reads and checks its header when it is opened; tensors are then read by the locations of their entries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Self
+
+from engine.errors import CheckpointError
+from engine.files.element_type import ElementType
+from engine.files.json_file import reading, shown
+
+if TYPE_CHECKING:
+    import torch
+
+SMALL_BYTES, SAMPLE_BYTES = 16_384, 4_096
+"""Sizes in bytes: a tensor up to SMALL_BYTES is sampled completely; a larger one is sampled by SAMPLE_BYTES bytes."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Location of one tensor in the file: bytes `begin` to `end`, counted from the start of the file."""
+
+    element: ElementType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements in torch, which this imports."""
+        return self.element.torch
+
+    @property
+    def nbytes(self) -> int:
+        """The tensor's size in bytes."""
+        return self.end - self.begin
+
+
+def _identity(file: BinaryIO) -> tuple[int, int, int, int]:
+    """Return a key that changes when the file at a path is replaced or rewritten."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _sampled(name: str, entry: TensorEntry) -> tuple[int, int]:
+    """Return the offset in the file and the length of a tensor's sample, in bytes."""
+    if entry.nbytes <= SMALL_BYTES:
+        return entry.begin, entry.nbytes
+    return entry.begin + zlib.crc32(name.encode(errors="surrogatepass")) % (entry.nbytes - SAMPLE_BYTES + 1), SAMPLE_BYTES
+
+
+class MappedFile:
+    """One file of tensors: validated completely when opened, memory-mapped when a tensor is first requested.
+
+    Attributes: `path`; `size` in bytes; `entries`, each tensor's location, in the header's order.
+    No file descriptor stays open between calls. Invalid content raises only CheckpointError.
+    """
+
+    what = "file"
+    """Name of the format in messages."""
+    entries: dict[str, TensorEntry]
+
+    def __init__(self, path: Path) -> None:
+        """Read and check the header of the file at `path`; CheckpointError says what is wrong with it."""
+        self.path = path
+        self.header_only = False
+        """Whether only the header was fetched; reading tensors then raises CheckpointError."""
+        self._map: mmap.mmap | None = None
+        with reading(path, self.what) as file:
+            self._identity = _identity(file)
+            self.size = self._identity[2]
+            self.read_header(file)
+
+    def read_header(self, file: BinaryIO) -> None:
+        """Read and check the header, and set `entries`."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_unchanged(self, file: BinaryIO) -> None:
+        """Raise CheckpointError for a file that is not the one whose header was checked."""
+        if _identity(file) != self._identity:
+            raise CheckpointError(f"{self.path}: file changed while in use; start again once it is written")
+
+    def _mapping(self) -> mmap.mmap:
+        """Return the whole file, mapped copy-on-write: torch needs writable buffers, and no write reaches the file."""
+        if self.header_only:
+            raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
+        if self._map is None:
+            with reading(self.path, self.what) as file:
+                self._check_unchanged(file)
+                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
+        return self._map
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor called `name`, in the dtype and shape of its entry; CheckpointError if the file has none.
+
+        The tensor is a read-only view of the mapping by convention, and keeps the mapping alive. It is a copy only if
+        the file stores its elements at addresses that are not multiples of their size.
+        """
+        import torch  # here: headers are read without it
+
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: no tensor {shown(name)}; give a checkpoint that holds it")
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        data = torch.frombuffer(self._mapping(), dtype=torch.uint8, count=entry.nbytes, offset=entry.begin)
+        if entry.begin % entry.element.itemsize:
+            data = data.clone()
+        return data.view(entry.dtype).view(entry.shape)
+
+    def raw(self, name: str) -> memoryview:
+        """Return the bytes of a tensor of this file: memory-mapped and read-only by convention."""
+        entry = self.entries[name]
+        return memoryview(self._mapping())[entry.begin : entry.end] if entry.nbytes else memoryview(b"")
+
+    def release(self) -> None:
+        """Drop the mapping's resident pages; tensors stay valid and load from the file again when next read.
+
+        Changes in written pages would be lost. This is safe only because nothing writes to mapped tensors.
+        """
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def samples(self) -> Iterator[tuple[str, bytes]]:
+        """Yield each tensor's name and a sample of its bytes: all bytes of a small tensor, a block of a larger one.
+
+        The position of the block depends on the name only. Samples distinguish contents without reading whole files,
+        and are equal in a copy of the file. No page becomes resident.
+        """
+        if self.header_only:
+            raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
+        places = {name: _sampled(name, entry) for name, entry in self.entries.items()}
+        with reading(self.path, self.what) as file:
+            self._check_unchanged(file)
+            if hasattr(os, "posix_fadvise"):  # request all samples before waiting for the first
+                for place, size in filter(itemgetter(1), places.values()):  # a size of 0 would mean the rest of the file
+                    os.posix_fadvise(file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
+            for name in sorted(places, key=lambda name: (places[name], name)):
+                place, size = places[name]
+                yield name, os.pread(file.fileno(), size, place)
+
+    @property
+    def state(self) -> str:
+        """Name, size and modification time (ns) of the file; a different value means that the file was rewritten."""
+        return f"{self.path.name} {self._identity[2]} {self._identity[3]}"
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """Ask the operating system to read these tensors into its page cache; no process memory is used."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with reading(self.path, self.what) as file:
+            for entry in (self.entries[name] for name in names):
+                os.posix_fadvise(file.fileno(), entry.begin, entry.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        """Drop the reference to the mapping, which ends with the last tensor on it; a later `tensor` maps the file anew.
+
+        The mapping is not closed explicitly: torch does not lock the buffer, so live tensors would point to unmapped
+        memory.
+        """
+        self._map = None
+
+
+def state_of(files: Iterable[MappedFile]) -> str:
+    """Return the SHA-256 over the files' states, by which a resumed run detects files that were rewritten."""
+    return hashlib.sha256("\n".join(file.state for file in files).encode(errors="surrogatepass")).hexdigest()
