@@ -19,7 +19,7 @@ from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
 from engine.checkpoint.mxfp4 import BLOCKS, METHOD, POWERS
 from engine.checkpoint.pack_quantized import CONFIG_KEY, layout_of, tensors_of
-from engine.checkpoint.stacks import Stored, expert_stacks, joined, names_on_disk, stacked_names, stored_tensors
+from engine.checkpoint.stacks import Stored, expert_stacks, joined, stacked_names, stored_tensors
 from engine.decoder.model import Decoder, TensorSource
 from engine.errors import PlanError, UnsupportedError
 from engine.families.architecture import Architecture
@@ -36,7 +36,7 @@ from engine.families.tensor_names import (
     is_router_bias,
     shared_tensor,
 )
-from engine.families.tensor_shapes import expected_tensors, expert_rows
+from engine.families.tensor_shapes import expected_tensors, expert_rows, names_on_disk
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.kernels.quantized_weight import QuantizedWeight, Weight

@@ -18,7 +18,6 @@ from engine.checkpoint.gguf import GgufModel
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.pack_quantized import PACKED, QuantizedView
-from engine.checkpoint.stacks import names_on_disk
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
@@ -36,6 +35,7 @@ from engine.families.tensor_shapes import (
     derived_tensors,
     feed_forward_weights,
     layer_tensors,
+    names_on_disk,
     router_tensors,
 )
 from engine.families.wrappers import Wrapper

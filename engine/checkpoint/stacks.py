@@ -14,12 +14,11 @@ from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, Stack
 from engine.families.tensor_names import (
     expert_tensor,
-    name_on_disk,
     shared_stacks,
     shared_tensor,
     stacks_on_disk,
 )
-from engine.families.tensor_shapes import expected_tensors, expert_shapes
+from engine.families.tensor_shapes import expected_tensors, expert_shapes, names_on_disk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,13 +58,6 @@ def expert_stacks(config: DecoderConfig, layer: int) -> tuple[Stack, ...]:
     """
     moe = config.layers[layer].moe
     return () if moe is None or moe.expert_widths else stacks_on_disk(config.architecture, layer)
-
-
-def names_on_disk(config: DecoderConfig) -> dict[str, str]:
-    """Return the names on disk of the tensors that have another name in the decoder, by that name."""
-    row = config.architecture
-    names = {name: name_on_disk(row, name) for name in expected_tensors(config)} if row.disk_names else {}
-    return {name: on_disk for name, on_disk in names.items() if on_disk != name}
 
 
 def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) -> tuple[str, ...]:

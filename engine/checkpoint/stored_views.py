@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from engine.checkpoint.block_float8 import dequantised
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
 from engine.checkpoint.stacks import (
-    names_on_disk,
     packed_shapes,
     shared_names,
     shared_stack_shape,
@@ -22,7 +21,7 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.experts import Stack
 from engine.families.tensor_names import router_in_memory, router_tensor, shared_stacks, stacks_in_memory, stacks_on_disk
-from engine.families.tensor_shapes import expert_shapes
+from engine.families.tensor_shapes import expert_shapes, names_on_disk
 from engine.files.element_type import BFLOAT16, FLOAT8, FLOAT32, UINT8
 from engine.files.mapped_file import MappedFile
 

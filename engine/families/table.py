@@ -38,6 +38,7 @@ from engine.families.experts import (
     SharedExpert,
     SharedExperts,
     Stack,
+    renamed,
     transposed_stacks,
 )
 from engine.families.head import Head, PredictionLayers
@@ -165,15 +166,8 @@ _QWEN3_5 = Architecture(
 )
 
 # LFM2
-_LFM2_NAMES = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"} | {
-    "self_attn.q_norm": "self_attn.q_layernorm",
-    "self_attn.k_norm": "self_attn.k_layernorm",
-    "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "model.norm": "model.embedding_norm",
-}
+_LFM2_BLOCK = ExpertNames("feed_forward", ("w1", "w3", "w2"), modules=("feed_forward", "gate"))
+_LFM2_NAMES = renamed(norms=("operator_norm", "ffn_norm", "embedding_norm"), head_norm="layernorm", ffn=_LFM2_BLOCK)
 
 # Llama 4 and GPT-OSS
 _LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
@@ -392,15 +386,11 @@ _ROWS = (
         "Lfm2MoeForCausalLM",
         attention=ShortConvolutions("head"),
         router=SigmoidTopK(scale="routed_scaling_factor", choice_bias="expert_bias", added_to_sum=1e-6),
-        experts=Experts(
-            ("num_experts",),
-            width="moe_intermediate_size",
-            names=ExpertNames("feed_forward", ("w1", "w3", "w2"), modules=("feed_forward", "gate")),
-        ),
+        experts=Experts(("num_experts",), width="moe_intermediate_size", names=_LFM2_BLOCK),
         layers=DenseFirst("num_dense_layers"),
         norms=RootMeanSquareNorms("norm_eps"),
         settings=only(conv_bias=False, use_expert_bias=True) | unused("tie_embedding"),
-        disk_names=_LFM2_NAMES,
+        disk_names=_LFM2_NAMES | {"self_attn.o_proj": "self_attn.out_proj"},
         dense_sibling="lfm2_moe",
         not_onnx="its short convolutions keep a state, for which our graphs have no input",
     ),

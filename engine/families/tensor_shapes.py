@@ -29,6 +29,7 @@ from engine.families.tensor_names import (
     expert_tensor,
     gate_hidden_tensor,
     logit_bias_tensor,
+    name_on_disk,
     router_bias_tensor,
     router_noise_tensor,
     router_tensor,
@@ -51,6 +52,13 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.head_bias:
         shapes["lm_head.bias"] = (config.vocabulary_size,)
     return shapes
+
+
+def names_on_disk(config: DecoderConfig) -> dict[str, str]:
+    """Return the names on disk of the tensors that have another name in the decoder, by that name."""
+    row = config.architecture
+    names = {name: name_on_disk(row, name) for name in expected_tensors(config)} if row.disk_names else {}
+    return {name: on_disk for name, on_disk in names.items() if on_disk != name}
 
 
 def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:

@@ -19,13 +19,13 @@ from compress.plans.plan import concatenation_plan, pruning_plan, same_plan
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import schemes_of, tensors_of
-from engine.checkpoint.stacks import names_on_disk
 from engine.decoder.experts import Expert
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.results import loading_note
 from engine.families.tensor_names import expert_tensor
+from engine.families.tensor_shapes import names_on_disk
 from engine.generation.generate import Engine
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.quantized_weight import QuantizedWeight, quantise
