@@ -27,7 +27,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	touch $@
 
 $(STAMP): $(DEMO_STAMP)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[dev,tasks,plots,fast,serve,onnx,classifiers]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[dev,tasks,plots,fast,serve,onnx,gguf,classifiers]'
 	touch $@
 
 demo: $(DEMO_STAMP) ## prune the built-in model at 50 %, compare it with the original, and show text from both

@@ -6,8 +6,8 @@ python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2]
 All contenders stay loaded and are timed in turn. Speeds are medians. A ratio is the median of ratios of two consecutive
 measurements: memory bandwidth drifts within a minute, so contenders of equal bits decode in turn several times. transformers
 is measured with its defaults, and with the fastest of its implementations of experts in each test. llama.cpp gets the same
-weights. Queries and keys whose rows it needs in another order are not permuted, which does not change the time. Memory
-bandwidth is measured in each round too, by summing 1 GB with as many threads.
+weights, as `compress export --format gguf` writes them. Memory bandwidth is measured in each round too, by summing 1 GB with
+as many threads.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
 from results import RESULTS, markdown, require, save, times
 
+from compress.export.gguf import export_gguf
+from compress.options.export import GgufExportOptions
 from engine.bench.backends import COMPILED, BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME
@@ -44,8 +46,6 @@ DEFAULT, BEST = "transformers, bf16", "transformers, bf16, its best"
 COMPILED_LAYERS = "transformers, compiled layers"
 BITS = {"bf16": ("ours, bf16", DEFAULT, BEST, "llama.cpp BF16"), "8 bits": ("ours, 8 bits", "llama.cpp Q8_0")}
 BITS["4 bits"] = ("ours, 4 bits", "llama.cpp Q4_0", "llama.cpp Q4_K_M")
-EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
-ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 PREFILL, DECODE, TOGETHER = f"prefill {PROMPT}", f"decode {NEW}", f"decode {NEW}, {BATCH} sequences"
 IMPLEMENTATIONS = {
     PREFILL: ("grouped_mm", "eager", f"{COMPILED}grouped_mm"),
@@ -70,56 +70,10 @@ def prepare(directory: Path, layers: int) -> None:
             command = [sys.executable, "-m", "cli", "quantize", str(model), *options, "-o", str(directory / f"{bits}-bit")]
             subprocess.run(command, check=True)
     if not (directory / "BF16.gguf").exists():
-        write_gguf(Checkpoint(model), directory / "BF16.gguf")
+        export_gguf(GgufExportOptions(model=str(model), output=directory / "BF16.gguf", type="bf16"))
     for name, number in LLAMA_TYPES.items():
         if number is not None and not (directory / f"{name}.gguf").exists():
             quantise_gguf(directory / "BF16.gguf", directory / f"{name}.gguf", number)
-
-
-def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
-    """Write the checkpoint in llama.cpp's format: bfloat16, with norms and routers in float32."""
-    import gguf
-
-    config = checkpoint.raw_config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(config["num_local_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-
-    def wide(name: str, source: str) -> None:
-        writer.add_tensor(name, checkpoint.tensor(source).float().numpy())
-
-    def half(name: str, *sources: str) -> None:
-        tensors = [checkpoint.tensor(source) for source in sources]
-        values = (torch.stack(tensors) if len(tensors) > 1 else tensors[0]).contiguous().view(torch.uint8).numpy()
-        writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType.BF16)
-
-    half("token_embd.weight", "model.embed_tokens.weight")
-    half("output.weight", "lm_head.weight")
-    wide("output_norm.weight", "model.norm.weight")
-    for layer in range(config["num_hidden_layers"]):
-        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
-        wide(f"{theirs}.attn_norm.weight", f"{ours}.input_layernorm.weight")
-        wide(f"{theirs}.ffn_norm.weight", f"{ours}.post_attention_layernorm.weight")
-        wide(f"{theirs}.ffn_gate_inp.weight", f"{ours}.block_sparse_moe.gate.weight")
-        for name, projection in ATTENTION.items():
-            half(f"{theirs}.{name}.weight", f"{ours}.self_attn.{projection}.weight")
-        for name, projection in EXPERTS.items():
-            experts = [f"{ours}.block_sparse_moe.experts.{each}" for each in range(config["num_local_experts"])]
-            half(f"{theirs}.{name}.weight", *(f"{expert}.{projection}.weight" for expert in experts))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def quantise_gguf(source: Path, target: Path, number: int) -> None:

@@ -317,7 +317,7 @@ def search_table(figures: dict[str, Any]) -> str:
     header = ["recipe", "ROUGE-L", "above all", "seeds above all", "drift, first layer", "drift, last layer"]
     note = (
         f"Signatures of functions from name and docstring; {figures['steps']} updates of {figures['batch_size']} prompts, "
-        f"every rate with the first seed, the best ones with all {len(every)}; "
+        f"every rate with the first of {len(every)} seeds, the best ones with all; "
         f"ROUGE-L of greedy responses to {figures['prompts']} prompts.\n\n"
     )
     return note + markdown(header, rows)

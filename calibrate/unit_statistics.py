@@ -14,6 +14,7 @@ Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, R tokens
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from calibrate.ffn_inputs import FfnInputs, Text
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
+from engine.errors import OutputError
 from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
@@ -36,7 +38,9 @@ from engine.passes.streaming import stream_layers
 WIDEST_GRAM = 8192
 """Experts with more hidden units have a sample of tokens instead of a Gram matrix, which would have F² entries."""
 SAMPLED_TOKENS = 4096
-"""Tokens of an expert in such a sample; an eighth as many are held out."""
+"""Tokens of an expert in such a sample; an eighth as many are held out. An expert that fewer tokens chose than it has
+hidden units has all of them in its sample, which is then smaller than the Gram matrix and as exact.
+"""
 GRAM_BYTES = 128 << 20
 """Bytes of the Gram matrices that are summed up together; one expert's may take more."""
 PARTS = ("fit", "held")
@@ -58,7 +62,7 @@ class UnitSums:
 class Moments:
     """The second moments Σ w²·h·hᵀ of an FFN's hidden units, on the tokens that are fitted and on those held out.
 
-    A Gram matrix has the sum itself. A sample has rows a with Σ a·aᵀ in its place.
+    A Gram matrix has the sum itself. A sample has rows a with Σ a·aᵀ in its place: those of all tokens where they are few.
     """
 
     fit: Tensor
@@ -77,6 +81,39 @@ def held_bytes(config: DecoderConfig, include: Collection[str] = ()) -> int:
     return max(GRAM_BYTES, 2 * expert_gram_bytes(config.widest_ffn(include)))
 
 
+def moments_bytes(config: DecoderConfig, tokens: int, include: Collection[str] = ()) -> int:
+    """Return the most bytes on disk that the moments of all layers take after so many tokens of text."""
+    total = 0
+    for index, widths in config.ffn_widths(include).items():
+        moe = config.layers[index].moe
+        experts, chosen = (0, 0) if moe is None else (moe.experts, tokens * moe.experts_per_token)
+        every = [_most_bytes(width, tokens) for width in widths]
+        shared_out = chosen * max((_bytes_per_token(width) for width in widths[:experts]), default=0)
+        total += min(sum(every[:experts]), shared_out) + sum(every[experts:])
+    return total
+
+
+def _most_bytes(width: int, tokens: int) -> int:
+    """Return the most bytes on disk of the moments of an FFN that at most so many tokens use."""
+    if width <= WIDEST_GRAM and tokens >= min(width, SAMPLED_TOKENS):
+        return 2 * 4 * width**2
+    return 4 * width * min(tokens, SAMPLED_TOKENS + len(PARTS))
+
+
+def _bytes_per_token(width: int) -> int:
+    """Return the most bytes of moments that a token can cause; a Gram matrix needs as many tokens as it has rows."""
+    return 2 * 4 * width * max(1, -(-width // SAMPLED_TOKENS))
+
+
+def _check_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free + sum(path.stat().st_size for path in directory.glob("layer-*"))
+    if needed > free:
+        raise OutputError(
+            f"{directory}: moments of hidden units take up to {needed / 1e9:,.1f} GB and {free / 1e9:,.1f} GB are free; "
+            "make space, give an output on another disk, or take fewer --samples"
+        )
+
+
 def collect_units(
     checkpoint: Checkpoint,
     tokens_SL: Tensor,
@@ -92,12 +129,14 @@ def collect_units(
     """Write the sums of every layer, and the moments of every FFN where asked for, into `directory`.
 
     include: "shared" or "dense", for the FFNs that every token uses. An interrupted pass resumes at its layer, and a
-    finished one does nothing.
+    finished one does nothing. Raises OutputError where the disk has not enough space for the moments, before the pass.
     """
     last = max(checkpoint.config.ffn_widths(include))
     if processes.told(_sums_path(directory, last).is_file()):
         return
     directory.mkdir(parents=True, exist_ok=True)
+    if moments:
+        _check_space(directory, moments_bytes(checkpoint.config, tokens_SL.numel(), include))
     rows = processes.own_rows(*tokens_SL.shape, budget=budget)
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
@@ -162,12 +201,13 @@ class _LayerCollector:
     def _summed(self) -> Iterator[_UnitSums]:
         """Yield the sums of each FFN."""
         for group in self._groups():
-            found = [_UnitSums(number, self.inputs.networks[number].width, self.moments) for number in group]
-            counts = {number: self.inputs.count(number) for number in group}
+            counts = {number: sum(processes.all_told(self.inputs.count(number))) for number in group}
+            widths = {number: self.inputs.networks[number].width for number in group}
+            found = [_UnitSums(number, widths[number], counts[number], self.moments) for number in group]
             for batch in self.inputs.batches():
                 for own in found:
                     use = self.inputs.use(batch, own.number)
-                    own.add(use.h_RF, use.weight_R, batch.is_held_T[use.token_R], counts[own.number])
+                    own.add(use.h_RF, use.weight_R, batch.is_held_T[use.token_R])
             yield from found
 
     def _groups(self) -> Iterator[list[int]]:
@@ -204,8 +244,11 @@ def _write(directory: Path, layer: int, moments: bool, found: Iterable[_UnitSums
 class _UnitSums:
     """The sums of one FFN."""
 
-    def __init__(self, number: int, width: int, moments: bool) -> None:
-        self.number, self.is_gram, self.tokens = number, width <= WIDEST_GRAM, 0
+    def __init__(self, number: int, width: int, count: int, moments: bool) -> None:
+        """count: the FFN's tokens in all processes, which decide whether and how they are sampled."""
+        self.number, self.tokens = number, 0
+        self.is_gram = width <= WIDEST_GRAM and count >= min(width, SAMPLED_TOKENS)
+        self._step = max(1, -(-count // SAMPLED_TOKENS))
         self.square_F = torch.zeros(width, dtype=torch.float64)
         self.weighted_F = torch.zeros_like(self.square_F)
         self.grams = {part: torch.zeros(width, width, dtype=torch.float64) for part in PARTS if moments and self.is_gram}
@@ -213,8 +256,8 @@ class _UnitSums:
         self._passed = dict.fromkeys(PARTS, 0)
         """Tokens of each part so far, so that sampled tokens are equally far apart across batches."""
 
-    def add(self, h_RF: Tensor, weight_R: Tensor, is_held_R: Tensor, count: int) -> None:
-        """Add some tokens. count: number of the FFN's tokens in this process, which decides how many are sampled."""
+    def add(self, h_RF: Tensor, weight_R: Tensor, is_held_R: Tensor) -> None:
+        """Add some tokens."""
         self.tokens += len(h_RF)
         self.square_F += h_RF.double().square().sum(0)
         a_RF = weight_R[:, None] * h_RF
@@ -224,8 +267,7 @@ class _UnitSums:
                 own_RF = a_RF[is_part_R]
                 self.grams[part] += own_RF.T @ own_RF
             elif self.samples:
-                step = max(1, -(-count * processes.count() // SAMPLED_TOKENS))
-                own_RF = a_RF[is_part_R]
+                own_RF, step = a_RF[is_part_R], self._step
                 self.samples[part].append(own_RF[(step // 2 - self._passed[part]) % step :: step] * step**0.5)
                 self._passed[part] += len(own_RF)
 

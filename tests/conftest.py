@@ -92,6 +92,7 @@ FINE_GRAINED = {
     "routed_scaling_factor": 1.7,
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
+INDEXER = {"index_topk": 128, "index_n_heads": 2, "index_head_dim": 8}
 DELTA = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -168,6 +169,17 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granitemoeshared": {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40} | MULTIPLIERS,
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    "lfm2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "deepseek_v32": LATENT | FINE_GRAINED | GROUPS | INDEXER,
+    "glm_moe_dsa": LATENT | FINE_GRAINED | INDEXER | {"indexer_types": ["full", "shared", "full"]},
+    "glm4_moe_lite": LATENT | {key: value for key, value in FINE_GRAINED.items() if key != "first_k_dense_replace"},
 }
 """Sizes of further families. Only the matrix (family_matrix.py) tests everything on them."""
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "gpt_oss")
@@ -209,7 +221,7 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
     return model
 

@@ -27,6 +27,7 @@ EXTRAS = {
     "fast": "numba llvmlite",
     "serve": "fastapi starlette pydantic h11 uvicorn prometheus_client httpx2",
     "onnx": "onnx onnxscript onnxruntime onnxruntime_genai",
+    "gguf": "gguf",
     "classifiers": "PIL sklearn",
 }
 """The modules of each extra of pyproject.toml."""
@@ -38,6 +39,7 @@ CALLS = {
     "generate in bfloat16": [*GENERATE, "bfloat16"],
     "compare": ["compare", "demo", "--output", "{place}/report"],
     "export": ["export", "demo", "--output", "{place}/exported"],
+    "export a GGUF file": ["export", "demo", "--format", "gguf"],
     "run an export": "engine.onnx.runtime:session(Path('{place}/model.onnx'), 1)",
     "serve": ["serve", "demo"],
     "load test": ["bench", "--server", "http://127.0.0.1:9"],
@@ -110,6 +112,7 @@ def test_every_extra_is_hidden() -> None:
     [
         ("compare", "plots"),
         ("export", "onnx"),
+        ("export a GGUF file", "gguf"),
         ("run an export", "onnx"),
         ("serve", "serve"),
         ("load test", "serve"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar
-from compress.options.export import ClassifierExportOptions, ExportOptions
+from compress.options.export import ClassifierExportOptions, ExportOptions, GgufExportOptions
 from compress.report.columns import size
 from engine.errors import OptionError
 from engine.generation.options import SKIP_OPTIONS
@@ -21,7 +21,11 @@ def export(given: Given) -> Figures:
     MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default). An
     encoder-decoder becomes two graphs, the encoder's and the decoder's.
     """
-    return EXPORTS[kind_of(given.values["model"])](given)
+    kind = kind_of(given.values["model"])
+    if given.values["format"] in FILE_EXPORTS:
+        return FILE_EXPORTS[given.values["format"]](given, kind)
+    given.refuse(("type",), "for GGUF files; --precision is that of a graph")
+    return EXPORTS[kind](given)
 
 
 def _export_decoder(given: Given) -> Figures:
@@ -59,6 +63,21 @@ def _export_classifier(given: Given) -> Figures:
     return figures
 
 
+def _export_gguf(given: Given, kind: Kind) -> Figures:
+    from compress.export.gguf import export_gguf
+
+    if kind != "decoder":
+        raise OptionError(f"{given.values['model']}: is a model of the kind {kind}, which is not written as GGUF")
+    given.refuse(("precision", "experts", "data", *SKIP_OPTIONS), "for ONNX graphs")
+    given.refuse(("push_to_hub",), "for directories, and a GGUF file is one file")
+    output = given.values["output"] or Path(f"{given.result_name.removesuffix('.gguf')}-{given.values['type']}.gguf")
+    figures = export_gguf(given.make(GgufExportOptions, output=output), progress_bar)
+    given.say(f"{_written(figures)}, in {_cost(figures)}")
+    if figures["tokenizer_problem"]:
+        given.say(f"note: the file has no tokenizer ({figures['tokenizer_problem']}); give its reader token ids")
+    return figures
+
+
 def _output(given: Given, name: str) -> Path:
     return given.values["output"] or Path(f"{given.result_name}-{name}")
 
@@ -77,4 +96,6 @@ EXPORTS: dict[Kind, Callable[[Given], Figures]] = {
     "encoder-decoder": _export_encoder_decoder,
     "classifier": _export_classifier,
 }
-COMMAND = command("export", export, ExportOptions, ClassifierExportOptions, *HUB)
+FILE_EXPORTS: dict[str, Callable[[Given, Kind], Figures]] = {"gguf": _export_gguf}
+"""Formats that are one file."""
+COMMAND = command("export", export, ExportOptions, GgufExportOptions, ClassifierExportOptions, *HUB)

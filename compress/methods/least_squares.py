@@ -8,8 +8,9 @@ The refit after units M left and units K stay has r_t = w_t·D_M·h_{t,M}. With 
 
     D′ = D_K + ΔD,    ΔDᵀ = (H_KK + ρ̄·I)⁻¹·H_KM·D_Mᵀ,    ρ̄ = ρ·mean(diag H)
 
-which is the minimum of Σ_t w_t²·‖D·h_t − D′·h_{t,K}‖² + ρ̄·‖D′ − D_K‖². For FFNs too wide for a Gram matrix, H = AᵀA with n
-sampled rows A [n, F], and the same solution is ΔD = E·(A_K·A_Kᵀ + ρ̄·I)⁻¹·A_K with E = D_M·A_Mᵀ: a system of n equations.
+which is the minimum of Σ_t w_t²·‖D·h_t − D′·h_{t,K}‖² + ρ̄·‖D′ − D_K‖². For FFNs with fewer tokens than units, or
+too wide for a Gram matrix, H = AᵀA with n (sampled) rows A [n, F], and this solution is ΔD = E·(A_K·A_Kᵀ + ρ̄·I)⁻¹·A_K with
+E = D_M·A_Mᵀ: a system of n equations.
 
 Shape suffixes: F expert width, K units that stay, M units that left, D hidden size, R sampled rows.
 """
@@ -17,7 +18,7 @@ Shape suffixes: F expert width, K units that stay, M units that left, D hidden s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ STRONGER = 10.0
 
 
 class Equations(Protocol):
-    """The least squares problem of one FFN over some tokens."""
+    """The least squares problem of one FFN over some tokens. All problems of one FFN are of one class."""
 
     @property
     def scale(self) -> float:
@@ -48,6 +49,9 @@ class Equations(Protocol):
     def change(self, delta_DK: Tensor) -> float:
         """Return what ΔD changes in Σ_t ‖r_t − ΔD·a_t‖²; it is negative where ΔD helps."""
 
+    def joined(self, other: Any) -> Equations:
+        """Return the problem over the tokens of both."""
+
 
 class NormalEquations(NamedTuple):
     """The problem by its sums, in float64."""
@@ -57,6 +61,14 @@ class NormalEquations(NamedTuple):
     right_KD: Tensor
     """Σ a·rᵀ"""
     scale: float
+
+    @classmethod
+    def of(cls, gram_KK: Tensor, right_KD: Tensor) -> NormalEquations:
+        """Return the problem with the scale of its own units."""
+        return cls(gram_KK, right_KD, mean_square(gram_KK, is_gram=True))
+
+    def joined(self, other: NormalEquations) -> NormalEquations:
+        return NormalEquations.of(self.gram_KK + other.gram_KK, self.right_KD + other.right_KD)
 
     def solved(self, ridge: float) -> Tensor:
         factor_KK = factored(self.gram_KK, ridge * self.scale)
@@ -72,6 +84,14 @@ class SampledEquations(NamedTuple):
     a_RK: Tensor
     r_RD: Tensor
     scale: float
+
+    @classmethod
+    def of(cls, a_RK: Tensor, r_RD: Tensor) -> SampledEquations:
+        """Return the problem with the scale of its own units."""
+        return cls(a_RK, r_RD, mean_square(a_RK, is_gram=False))
+
+    def joined(self, other: SampledEquations) -> SampledEquations:
+        return SampledEquations.of(torch.cat([self.a_RK, other.a_RK]), torch.cat([self.r_RD, other.r_RD]))
 
     def solved(self, ridge: float) -> Tensor:
         factor_RR = factored(self.a_RK @ self.a_RK.T, ridge * self.scale)

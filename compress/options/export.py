@@ -20,6 +20,8 @@ CLASSIFIER_PRECISIONS = {"float32": False, "int8": True}
 EXPERT_FORMS = {"moe": False, "portable": True}
 """Whether each form builds experts from standard operators only, instead of onnxruntime's mixture operators."""
 FORMAT_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
+GGUF_TYPES = ("bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""Types that a GGUF file is written in; WRITTEN_TYPES (engine/checkpoint/gguf_writer.py) says what each is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +29,19 @@ class ExportOptions:
     """One export of a decoder or encoder-decoder. Raises OptionError for invalid combinations."""
 
     model: str = like(JobOptions, "model")
-    output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-FORMAT", help="Directory of the result."))
+    output: Path = field(
+        metadata=declared(
+            group=OUTPUT,
+            short="-o",
+            unset="MODEL-FORMAT, or MODEL-TYPE.gguf",
+            help="Directory of the result; a file for gguf.",
+        )
+    )
     format: str = option(
-        "onnx", group=WRITE, choices=tuple(FORMAT_PACKAGES), help="Files for onnxruntime, or for onnxruntime-genai."
+        "onnx",
+        group=WRITE,
+        choices=tuple(FORMAT_PACKAGES),
+        help="Files for onnxruntime (onnx), for onnxruntime-genai, or for llama.cpp (gguf).",
     )
     precision: str = option("float32", group=WRITE, choices=tuple(PRECISION_BITS), help="Precision of the weights.")
     experts: str = option(
@@ -78,8 +90,30 @@ class ClassifierExportOptions:
         check_packages(("onnx", "onnxscript", "onnxruntime"))
 
 
-def check_packages(needed: tuple[str, ...]) -> None:
-    """Raise OptionError where a package that the export needs is not installed."""
+@dataclass(frozen=True, kw_only=True)
+class GgufExportOptions:
+    """One export of a decoder as a GGUF file. Raises OptionError for a type that is not written, and for other names."""
+
+    model: str = like(JobOptions, "model")
+    output: Path = like(ExportOptions, "output")
+    format: str = like(ExportOptions, "format", default="gguf", choices=("gguf",))
+    type: str = option("bf16", group=WRITE, metavar="|".join(GGUF_TYPES), help="Type of the numbers in a GGUF file.")
+    overwrite: bool = like(JobOptions, "overwrite")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.type not in GGUF_TYPES:
+            raise OptionError(
+                f"type {self.type!r} is not written; take one of {', '.join(GGUF_TYPES)}, or quantize a bf16 file with "
+                "llama-quantize of llama.cpp"
+            )
+        if self.output.suffix != ".gguf":
+            raise OptionError(f"{self.output}: the name of a GGUF file ends in .gguf; give another --output")
+        check_packages(("gguf",), extra="gguf")
+
+
+def check_packages(needed: tuple[str, ...], extra: str = "onnx") -> None:
+    """Raise OptionError where a package that the export needs is not installed. `extra`: the group that has it."""
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
-        raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
+        raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[{extra}]`")

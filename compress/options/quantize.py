@@ -10,6 +10,7 @@ from calibrate.options import CalibrationOptions
 from compress.options.job import OUTPUT, JobOptions
 from engine.errors import OptionError
 from engine.families.config import DecoderConfig
+from engine.families.tensor_names import name_on_disk
 from engine.families.tensor_shapes import attention_weights, expected_tensors, feed_forward_weights
 from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
 from engine.options import changed, check, declared, declared_part, left_out, option, part, unlisted
@@ -82,7 +83,8 @@ class QuantiserOptions:
 
         rounded = set(self.names(config))
         matrices = [name for name, shape in expected_tensors(config).items() if len(shape) == 2]
-        kept = [name for name in matrices if name not in rounded and name not in (EMBEDDING, HEAD)]
+        names = [name for name in matrices if name not in rounded and name not in (EMBEDDING, HEAD)]
+        kept = [name_on_disk(config.architecture, name) for name in names]
         if self.quantize_head:
             return {CONFIG_KEY: config_of(self.scheme, kept, {HEAD: self.scheme_of(HEAD)})}
         # The head is listed even where it is tied and has no tensor: readers build a linear layer for it.

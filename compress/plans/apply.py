@@ -20,7 +20,7 @@ from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
 from engine.checkpoint.mxfp4 import BLOCKS, METHOD, POWERS
 from engine.checkpoint.pack_quantized import CONFIG_KEY, layout_of, tensors_of
-from engine.checkpoint.stacks import Stored, dense_names, expert_stacks, joined, stacked_names, stored_tensors
+from engine.checkpoint.stacks import Stored, expert_stacks, joined, stacked_names, stored_tensors
 from engine.decoder.model import Decoder, TensorSource
 from engine.errors import PlanError, UnsupportedError
 from engine.families.architecture import Architecture
@@ -37,7 +37,7 @@ from engine.families.tensor_names import (
     is_router_bias,
     shared_tensor,
 )
-from engine.families.tensor_shapes import expected_tensors, expert_rows
+from engine.families.tensor_shapes import expected_tensors, expert_rows, names_on_disk
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
@@ -224,14 +224,15 @@ def apply(
     if quantiser is not None:
         quantiser.options.check(config)
     shapes, origins = expected_tensors(config), _origins(plan, checkpoint)
-    canonical = {on_disk: name for name, on_disk in dense_names(config).items()}
+    renamed = names_on_disk(config)
+    canonical = {on_disk: name for name, on_disk in renamed.items()}
     schemes = _schemes(config, checkpoint, origins, made, quantiser)
     packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
     raw |= _quantisation(config, checkpoint, quantiser) if schemes or packed else {}
     if schemes and too_ragged_for_transformers(raw, few_bits=True) is not None:
         raw.pop("auto_map", None)
     # Low-bit weights are stored one tensor per expert, also in families that stack experts.
-    one_by_one = {dense_names(config).get(name, name): Stored(shape) for name, shape in shapes.items()}
+    one_by_one = {renamed.get(name, name): Stored(shape) for name, shape in shapes.items()}
     stored = one_by_one if schemes else stored_tensors(config)
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, one in stored.items():

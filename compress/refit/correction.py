@@ -28,7 +28,7 @@ from torch import Tensor
 from calibrate.ffn_inputs import Batch, FfnInputs, Text
 from calibrate.unit_statistics import PARTS, WIDEST_GRAM
 from compress.methods.inputs import MethodRun
-from compress.methods.least_squares import DEFAULT_RIDGE, Equations, NormalEquations, best_ridge, changes, mean_square
+from compress.methods.least_squares import DEFAULT_RIDGE, Equations, NormalEquations, SampledEquations, best_ridge, changes
 from compress.methods.unit_criterion import include_of
 from compress.plans.apply import planned_tensors
 from compress.plans.plan import Plan
@@ -207,22 +207,16 @@ class _LayerCorrection:
     def _fitted(self, number: int) -> Tensor | None:
         """Return ΔD [D, K]; None where none makes the error on held-out sequences smaller, or no token uses the FFN."""
         width, hidden = self.inputs.networks[number].width, self.residuals.shape[-1]
-        grams = {part: torch.zeros(width, width, dtype=torch.float64) for part in PARTS}
-        rights = {part: torch.zeros(width, hidden, dtype=torch.float64) for part in PARTS}
+        are_few = sum(processes.all_told(self.inputs.count(number))) < width
+        parts: list[_Rows | _Products] = [_Rows(width, hidden) if are_few else _Products(width, hidden) for _ in PARTS]
         for batch in self.inputs.batches():
             a_RK, token_R = self._weighted(batch, number)
             r_RD, is_held_R = self.residuals[batch.rows].flatten(0, 1)[token_R], batch.is_held_T[token_R]
-            for part, is_part_R in zip(PARTS, (~is_held_R, is_held_R), strict=True):
-                own_RK = a_RK[is_part_R]
-                grams[part] += own_RK.T @ own_RK
-                rights[part] += own_RK.T @ r_RD[is_part_R]
-        processes.add_up([*grams.values(), *rights.values()])
-        fit, held = (_equations(grams[part], rights[part]) for part in PARTS)
+            for part, is_part_R in zip(parts, (~is_held_R, is_held_R), strict=True):
+                part.add(a_RK[is_part_R], r_RD[is_part_R])
+        fit, held = (part.equations() for part in parts)
         ridge = _chosen_ridge(fit, held, self.run.options.refit.ridge)
-        if ridge is None:
-            return None
-        both = _equations(fit.gram_KK + held.gram_KK, fit.right_KD + held.right_KD)
-        return both.solved(ridge).float()
+        return None if ridge is None else fit.joined(held).solved(ridge).float()
 
     def _subtract(self, number: int, delta_DK: Tensor) -> None:
         for batch in self.inputs.batches():
@@ -237,8 +231,39 @@ class _LayerCorrection:
         return self.layer.feed_forward_weight * use.weight_R[:, None] * use.h_RF, use.token_R
 
 
-def _equations(gram_KK: Tensor, right_KD: Tensor) -> NormalEquations:
-    return NormalEquations(gram_KK, right_KD, mean_square(gram_KK, is_gram=True))
+class _Products:
+    """The problem of an FFN with many tokens, as sums of products."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        self.gram_KK = torch.zeros(width, width, dtype=torch.float64)
+        self.right_KD = torch.zeros(width, hidden, dtype=torch.float64)
+
+    def add(self, a_RK: Tensor, r_RD: Tensor) -> None:
+        """Add some tokens."""
+        self.gram_KK += a_RK.T @ a_RK
+        self.right_KD += a_RK.T @ r_RD
+
+    def equations(self) -> Equations:
+        """Return the problem over the tokens of all processes."""
+        processes.add_up([self.gram_KK, self.right_KD])
+        return NormalEquations.of(self.gram_KK, self.right_KD)
+
+
+class _Rows:
+    """The problem of an FFN with fewer tokens than units, as the tokens themselves."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        self.a, self.r = [torch.zeros(0, width)], [torch.zeros(0, hidden)]
+
+    def add(self, a_RK: Tensor, r_RD: Tensor) -> None:
+        """Add some tokens."""
+        self.a.append(a_RK)
+        self.r.append(r_RD)
+
+    def equations(self) -> Equations:
+        """Return the problem over the tokens of all processes."""
+        a_RK, r_RD = (processes.gathered(torch.cat(pieces)).double() for pieces in (self.a, self.r))
+        return SampledEquations.of(a_RK, r_RD)
 
 
 def _chosen_ridge(fit: Equations, held: Equations, given: float | None) -> float | None:

@@ -55,7 +55,10 @@ from engine.passes.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))
 """Grid of α. With α = 0 nothing is scaled, so the result is never worse than without scales on the sample."""
-READ_THE_NORM = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "in_proj_qkvz", "in_proj_qkv", "in_proj_z")
+READ_THE_NORM = (
+    *("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+    *("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj"),
+)
 """Matrices of attention of any kind whose input is the output of the norm before it."""
 SAMPLE_TOKENS = 2048
 """Number of tokens whose activations are kept, for one layer at a time."""
@@ -206,9 +209,8 @@ class LayerSearch:
         prefix = attention_prefix(self.config, self.index)
         own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(layer.attention)}
         rounded = [f"{prefix}.{name}.weight" for name in READ_THE_NORM]
-        rounded, others = (
-            [name for name in names if name in own] for names in (rounded, [f"{prefix}.{name}" for name in NEVER_ROUNDED])
-        )
+        rounded = [name for name in rounded if name in own]
+        others = [name for name in (f"{prefix}.{each}" for each in NEVER_ROUNDED) if name in self.checkpoint.shapes]
         alpha, s_D = self._best(x_TD, [(own[name], x_TD) for name in rounded], rounded[0])
         self._fold(self._norm("input_layernorm"), [*rounded, *others], s_D, self.config.zero_centered)
         return alpha

@@ -284,12 +284,14 @@ def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int
 
 def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, states: int, block_size: int) -> int:
     """Return the length of the longest sequence that is served. `states`: bytes that recurrent states take."""
-    positions, each = engine.checkpoint.config.max_positions, position_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
+    config = engine.checkpoint.config
+    positions, each = config.max_positions, position_bytes(config, engine.kv_cache_dtype)
     room = max(0, kv_cache_bytes - states) // (each * block_size) * block_size
     length = min(positions, max(room, block_size)) if asked is None else asked
     if not 1 <= length <= positions:
         raise OptionError(
-            f"the length to serve is {length} positions and the model has {positions}; ask for 1 to {positions}"
+            f"the length to serve is {length} positions and the model has {positions}{config.why_no_more}; ask for 1 to "
+            f"{positions}"
         )
     if length > room:
         needed = -(-length // block_size) * block_size * each + states

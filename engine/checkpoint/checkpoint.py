@@ -18,17 +18,24 @@ from engine.checkpoint.gguf import GgufModel
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.pack_quantized import PACKED, QuantizedView
-from engine.checkpoint.stacks import dense_names
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
 from engine.families.config import DecoderConfig
-from engine.families.tensor_names import is_decay, is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
+from engine.families.tensor_names import (
+    is_decay,
+    is_prediction_tensor,
+    is_router_bias,
+    name_on_disk,
+    router_in_memory,
+    router_tensor,
+)
 from engine.families.tensor_shapes import (
     attention_weights,
     derived_tensors,
     feed_forward_weights,
     layer_tensors,
+    names_on_disk,
     router_tensors,
 )
 from engine.families.wrappers import Wrapper
@@ -114,7 +121,7 @@ class Checkpoint(ModelDirectory):
                 view.element = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].element
 
     def _quantised_views(self, by_name: Mapping[str, MappedFile]) -> dict[str, QuantizedView]:
-        renamed = dense_names(self.config)
+        renamed = names_on_disk(self.config)
         on_disk = {name: renamed.get(name, name) for name in self.shapes}
         packed = {name: own for name, own in on_disk.items() if own + PACKED in by_name and own not in by_name}
         if packed and not self.schemes:
@@ -123,9 +130,9 @@ class Checkpoint(ModelDirectory):
         return {name: QuantizedView(own, self.shapes[name], by_name, self.schemes) for name, own in packed.items()}
 
     def _check_names_and_shapes(self, by_name: Mapping[str, MappedFile]) -> None:
-        problems: list[str] = []
+        row, problems = self.config.architecture, list[str]()
         missing = [name for name in self.shapes if name not in self._views]
-        problems += [f"tensor {name} is missing" for name in missing[:1]]
+        problems += [f"tensor {name_on_disk(row, name)} is missing" for name in missing[:1]]
         for name, shape in self.shapes.items():
             view = self._views.get(name)
             if view is not None and view.shape != shape:

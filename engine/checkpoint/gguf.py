@@ -19,9 +19,10 @@ from engine.checkpoint.gguf_tokenizer import write_tokenizer
 from engine.checkpoint.stored_views import StoredView
 from engine.errors import CheckpointError, CompressError
 from engine.families.config import DecoderConfig
-from engine.families.gguf import EMBEDDINGS, GgufFamily, gguf_family
+from engine.families.gguf import GgufFamily, gguf_family
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_names import Place, places
+from engine.families.gguf_parts import EMBEDDINGS
 from engine.families.tensor_names import router_tensor
 from engine.families.tensor_shapes import expected_tensors, router_tensors
 from engine.files.element_type import BFLOAT16
@@ -213,17 +214,31 @@ class AbsorbedView(GgufView):
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix [heads · (plain + value dimension), rank]."""
-        import torch
-
         values, keys = self._numbers(self.file.tensor(self.stored_name), dtype), self.keys.read(dtype)
-        values = values.view(self.count, -1, self.latent.key_value_rank)
-        return torch.cat([keys.transpose(1, 2).to(values.dtype), values], dim=1).flatten(0, 1)
+        return joined(keys.to(values.dtype), values.view(self.count, -1, self.latent.key_value_rank))
+
+
+def joined(keys: Tensor, values: Tensor) -> Tensor:
+    """Return the matrix [heads · (plain + value), rank] of keys [heads, rank, plain] and values [heads, value, rank]."""
+    import torch
+
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+
+
+def separated(matrix: Tensor, heads: int, plain: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of which `joined` makes the matrix."""
+    by_head = matrix.view(heads, -1, matrix.shape[-1])
+    return by_head[:, :plain].transpose(1, 2), by_head[:, plain:]
 
 
 def unpaired(rows: Tensor, heads: int) -> Tensor:
     """Return the rows of each head with the first of all pairs before the second ones. rows: […], by heads."""
-    size = len(rows) // heads
-    return rows.view(heads, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    return rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def paired(rows: Tensor, heads: int) -> Tensor:
+    """Return the rows from which `unpaired` makes these."""
+    return rows.view(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _sizes(shape: tuple[int, ...]) -> list[int]:

@@ -14,10 +14,12 @@ from engine.errors import CheckpointError
 from engine.families.gguf_splits import BYTE_LEVEL, SENTENCE_PIECE, SPLITS, WHOLE_TOKENS_FIRST
 from engine.files.json_file import shown, write_json
 
-_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """The part of the metadata's key, by the name of the special token."""
 _ENDS = ("eos", "eot")
-_CONTROL, _USER_DEFINED = 3, 4
+SPACE = "▁"
+"""How sentencepiece writes a space."""
+CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that a text has whole; only the former may be left out of a text."""
 
 
@@ -26,7 +28,7 @@ def write_tokenizer(metadata: Mapping[str, Any], vocabulary: int, directory: Pat
 
     Raises CheckpointError for metadata of another model and for tokenizers that are not known.
     """
-    ids = {name: _token(metadata, name, vocabulary) for name in (*_NAMED.values(), *_ENDS)}
+    ids = {name: _token(metadata, name, vocabulary) for name in (*NAMED.values(), *_ENDS)}
     ends = sorted({each for name in _ENDS if (each := ids[name]) is not None})
     named = {"bos_token_id": ids["bos"], "eos_token_id": ends or None, "pad_token_id": ids["padding"]}
     write_json(directory / "generation_config.json", {key: value for key, value in named.items() if value is not None})
@@ -38,7 +40,7 @@ def write_tokenizer(metadata: Mapping[str, Any], vocabulary: int, directory: Pat
     for token in tokens:
         if len(token) > MAX_TOKEN_LENGTH:
             raise CheckpointError(f"the token {shown(token)} has more than {MAX_TOKEN_LENGTH} characters")
-    special = {name: tokens[each] for name, key in _NAMED.items() if (each := ids[key]) is not None and each < len(tokens)}
+    special = {name: tokens[each] for name, key in NAMED.items() if (each := ids[key]) is not None and each < len(tokens)}
     if len(set(tokens)) < len(tokens):
         raise CheckpointError("metadata: tokenizer.ggml.tokens has a token twice")
     _write_converted(metadata, tokens, special, directory)
@@ -74,8 +76,8 @@ def _write_converted(metadata: Mapping[str, Any], tokens: list[str], special: Ma
         raise CheckpointError(f"tokenizer.ggml.model is {shown(kind)}; {' and '.join(_BUILDERS)} are read")
     backend = _BUILDERS[kind](metadata, tokens)
     types = _numbers(metadata, "token_type", len(tokens)) or [0] * len(tokens)
-    controls = [token for token, number in zip(tokens, types, strict=True) if number == _CONTROL]
-    given = [token for token, number in zip(tokens, types, strict=True) if number == _USER_DEFINED]
+    controls = [token for token, number in zip(tokens, types, strict=True) if number == CONTROL]
+    given = [token for token, number in zip(tokens, types, strict=True) if number == USER_DEFINED]
     backend.add_special_tokens([_added(token, True) for token in dict.fromkeys((*controls, *special.values()))])
     backend.add_tokens([_added(token, False) for token in given if token not in special.values()])
     is_begun = kind == SENTENCE_PIECE or metadata.get("tokenizer.ggml.pre") in WHOLE_TOKENS_FIRST
@@ -117,7 +119,11 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
 
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
-    """Return a tokenizer as transformers converts it: its merges are found from the scores of the pieces."""
+    """Return a tokenizer as transformers converts it, with merges by the scores of the pieces.
+
+    Spaces are as in sentencepiece and llama.cpp: one more is put before a text that begins with one.
+    """
+    from tokenizers import normalizers
     from transformers.integrations.gguf import gguf_tokenizer_mapping as transformers_conversion  # takes over a second
 
     found: dict[str, Any] = {"tokens": tokens, "scores": _numbers(metadata, "scores", len(tokens))}
@@ -127,8 +133,10 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
         found["merges"] = _strings(metadata, "merges")
     convert: Any = transformers_conversion.sentencepiece_tokenizer
     backend = convert(found).backend_tokenizer
-    if metadata.get("tokenizer.ggml.add_space_prefix", True) is False:
-        backend.pre_tokenizer.prepend_scheme = "never"
+    begins = metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+    prepended = [normalizers.Prepend(SPACE)] if begins else []
+    backend.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", SPACE)])
+    backend.pre_tokenizer = None
     return backend
 
 

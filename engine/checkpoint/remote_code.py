@@ -78,7 +78,7 @@ def _narrow(experts, width):
 def _narrow_ffn(network, width):
     """Keep the first `width` hidden units of a feed-forward network: only shapes matter here."""
     linears = dict(network.named_children())
-    down = next(linear for name, linear in linears.items() if name.startswith(("down", "output")))
+    down = next(linear for name, linear in linears.items() if name.startswith(("down", "output", "w2")))
     whole = down.in_features
     if width > whole:
         raise ValueError(f"block_configs asks for {{width}} hidden units, and config.json has {{whole}}")

@@ -13,14 +13,12 @@ from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, Stack
 from engine.families.tensor_names import (
-    dense_tensor,
-    dense_tensor_on_disk,
     expert_tensor,
     shared_stacks,
     shared_tensor,
     stacks_on_disk,
 )
-from engine.families.tensor_shapes import expected_tensors, expert_shapes
+from engine.families.tensor_shapes import expected_tensors, expert_shapes, names_on_disk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +46,7 @@ def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
             names = shared_names(config, layer, stack)
             stored = Stored(shared_stack_shape(config, layer, stack), stack, (names,) if names else ())
             stacks |= dict.fromkeys(names, (stack.name, stored))
-    renamed = dense_names(config)
+    renamed = names_on_disk(config)
     return dict(
         stacks.get(name, (renamed.get(name, name), Stored(shape))) for name, shape in expected_tensors(config).items()
     )
@@ -60,14 +58,6 @@ def expert_stacks(config: DecoderConfig, layer: int) -> tuple[Stack, ...]:
     """
     moe = config.layers[layer].moe
     return () if moe is None or moe.expert_widths else stacks_on_disk(config.architecture, layer)
-
-
-def dense_names(config: DecoderConfig) -> dict[str, str]:
-    """Return the names of the dense FFNs' tensors on disk, by their common names; empty if the names are equal."""
-    dense = [index for index, layer in enumerate(config.layers) if layer.moe is None]
-    places = [(index, projection) for index in dense for projection in range(3)]
-    names = {dense_tensor(*place): dense_tensor_on_disk(config.architecture, *place) for place in places}
-    return {name: on_disk for name, on_disk in names.items() if on_disk != name}
 
 
 def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from engine.checkpoint.block_float8 import dequantised
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
 from engine.checkpoint.stacks import (
-    dense_names,
     packed_shapes,
     shared_names,
     shared_stack_shape,
@@ -22,7 +21,7 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.experts import Stack
 from engine.families.tensor_names import router_in_memory, router_tensor, shared_stacks, stacks_in_memory, stacks_on_disk
-from engine.families.tensor_shapes import expert_shapes
+from engine.families.tensor_shapes import expert_shapes, names_on_disk
 from engine.files.element_type import BFLOAT16, FLOAT8, FLOAT32, UINT8
 from engine.files.mapped_file import MappedFile
 
@@ -143,7 +142,7 @@ def views_of(config: DecoderConfig, by_name: Mapping[str, MappedFile]) -> dict[s
     """Return a view for every name that can be served: stored tensors as they are, stacked experts one by one."""
     views = {name: StoredView(file, name, file.entries[name].shape) for name, file in by_name.items()}
     row = config.architecture
-    views |= {name: views[stored] for name, stored in dense_names(config).items() if stored in views}
+    views |= {name: views[stored] for name, stored in names_on_disk(config).items() if stored in views}
     for layer in config.moe_layers:
         moe = config.layers[layer].moe
         is_ragged = moe is not None and bool(moe.expert_widths)

@@ -38,6 +38,8 @@ from engine.decoder.routing import (
     sigmoid_shares,
     softmax,
 )
+from engine.decoder.short_convolution import ShortConvolution
+from engine.errors import UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import (
     Chunk,
@@ -45,6 +47,7 @@ from engine.families.layer_config import (
     LightningConfig,
     LinearConfig,
     MoeConfig,
+    ShortConvolutionConfig,
     SplitGatedDeltaConfig,
 )
 from engine.families.rotary_embedding import Rotary
@@ -298,6 +301,7 @@ def positions_for(
     read_as: length of the text that the positions belong to, if it is longer than this forward pass shows.
     """
     new, total = tokens_BL.shape[1], past + tokens_BL.shape[1]
+    _check_dense(config, total if real_BP is None else int(real_BP.sum(-1).max()))
     if real_BP is not None and bool(real_BP.all()):
         real_BP = None
     if real_BP is None:
@@ -320,6 +324,15 @@ def positions_for(
     )
 
 
+def _check_dense(config: DecoderConfig, length: int) -> None:
+    """Raise UnsupportedError for a text that is so long that the model's attention is sparse."""
+    if config.dense_positions is not None and length > config.dense_positions:
+        raise UnsupportedError(
+            f"a text has {length} tokens, and a {config.architecture.model_type} attends to {config.dense_positions} "
+            "positions that an indexer selects, which the engine does not have; take shorter texts"
+        )
+
+
 def _temperatures(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the factors of queries without rotation, [B or 1, 1, L, 1]; None for no factors."""
     if config.temperature is None:
@@ -330,6 +343,7 @@ def _temperatures(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtyp
 
 def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_BLD: Tensor) -> Positions:
     """Return the Positions of sequences of different lengths; keys before a window are excluded already."""
+    _check_dense(config, max(cache.past) + cache.new)
     lengths_BL = cache.lengths_BL if rotary.varies else None
     cosine, sine = rotary(cache.positions_BL.to(x_BLD.device), x_BLD.dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
@@ -350,9 +364,8 @@ def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
         return UnweightedTopK(moe.experts_per_token)
     if moe.scores == "sigmoid":
         assert bias_N is not None
-        return SigmoidTopK(
-            moe.experts_per_token, moe.normalise_top_k, bias_N, moe.weight_scale, groups, moe.groups_per_token
-        )
+        rule = moe.experts_per_token, moe.normalise_top_k, bias_N, moe.weight_scale, groups, moe.groups_per_token
+        return SigmoidTopK(*rule, moe.added_to_sum)
     if groups:
         return GroupedTopK(moe.experts_per_token, groups, moe.groups_per_token, moe.weight_scale)
     if bias_N is not None:
@@ -395,6 +408,7 @@ def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
 _LINEAR: dict[type[LinearConfig], Callable[[DecoderConfig, int, TensorSource], nn.Module]] = {
     LightningConfig: LightningAttention,
     GatedDeltaConfig: GatedDelta,
+    ShortConvolutionConfig: ShortConvolution,
     SplitGatedDeltaConfig: SplitGatedDelta,
 }
 

@@ -12,9 +12,11 @@ from engine.decoder.gated_delta import GatedDelta
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
 from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
+from engine.decoder.short_convolution import ShortConvolution
 from engine.families.tensor_names import (
     LATENT_UP,
     LIGHTNING,
+    SHORT_CONVOLUTION,
     attention_prefix,
     dense_tensor,
     expert_parts,
@@ -68,6 +70,8 @@ def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Paramet
         named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
     elif isinstance(attention, GatedDelta):
         named = dict(zip(attention.names, _gated_delta(attention), strict=True))
+    elif isinstance(attention, ShortConvolution):
+        named = dict(zip(SHORT_CONVOLUTION, (attention.inputs, attention.filter_D1K, attention.output), strict=True))
     elif isinstance(attention, LatentAttention):
         named = _latent(attention)
     else:

@@ -157,6 +157,8 @@ class SigmoidTopK:
     groups: tuple[tuple[int, ...], ...] = ()
     """Experts of each group; () puts all in one group. After pruning, groups may have any size but zero."""
     groups_per_token: int = 1
+    added_to_sum: float = 1e-20
+    """Number that is added to the divisor of the weights."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         scores_TN = _sigmoid(logits_TN)
@@ -168,7 +170,7 @@ class SigmoidTopK:
         empty_TK = best.values == -torch.inf
         weights_TK = scores_TN.gather(-1, best.indices).masked_fill(empty_TK, 0.0)
         if self.normalise:  # scores may all be zero, where a softmax would not
-            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + self.added_to_sum)
         weights_TK, order_TK = (weights_TK * self.scale).sort(dim=-1, descending=True, stable=True)
         return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT).gather(-1, order_TK), weights_TK)
 

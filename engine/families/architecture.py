@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.families.aliases import OwnWords, Settings
@@ -37,6 +38,8 @@ class Architecture:
     prediction: PredictionLayers | None = None
     words: OwnWords = field(default_factory=OwnWords)
     settings: Settings = field(default_factory=dict, hash=False)
+    disk_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Names on disk of modules within a layer, or of the model, by the names that they have in a Llama."""
     dense_sibling: str | None = None
     """model_type of the family that the same weights form when each MoE layer becomes one FFN; None if there is none."""
     not_dense: str | None = None

@@ -10,15 +10,18 @@ from engine.errors import CheckpointError
 from engine.families.layer_config import (
     Chunk,
     GatedDeltaConfig,
+    IndexerConfig,
     LatentConfig,
     LightningConfig,
     LinearConfig,
+    ShortConvolutionConfig,
     SplitGatedDeltaConfig,
 )
 from engine.families.values import keys, natural, of_layer, positive
 from engine.files.json_file import shown
 
 LINEAR, FULL, SLIDING, CHUNKED = "linear_attention", "full_attention", "sliding_attention", "chunked_attention"
+CONVOLUTION, INDEXED = "conv", "indexed_attention"
 """Kinds of layers, as entries of `layer_types`."""
 
 
@@ -98,7 +101,7 @@ class GroupedQuery:
 
     def lacking(self, family: Any) -> Iterator[str]:
         """Yield the settings of the config that cannot be honored."""
-        unknown = {"linear", "chunked"} - self.kinds - self.window.kinds
+        unknown = {"linear", "chunked", CONVOLUTION} - self.kinds - self.window.kinds
         if any(kind in own for own in getattr(family, "layer_types", None) or () for kind in unknown):
             yield f"layer_types={sorted(set(family.layer_types))}"
 
@@ -123,6 +126,14 @@ class GroupedQuery:
 
     def linear(self, family: Any, index: int, heads: Heads) -> LinearConfig | None:
         """Return the sizes of a layer's linear attention, or None if its attention is not linear."""
+        return None
+
+    def indexer(self, family: Any, index: int) -> IndexerConfig | None:
+        """Return the sizes of a layer's indexer, or None if it has none."""
+        return None
+
+    def dense_positions(self, family: Any) -> int | None:
+        """Return the number of positions up to which sparse attention is dense; None if attention is not sparse."""
         return None
 
 
@@ -162,16 +173,18 @@ class LinearLayers(GroupedQuery):
     """Linear attention in layers that `layer_types` calls `linear_attention`, grouped-query attention in all others."""
 
     kinds: ClassVar[frozenset[str]] = frozenset(["linear"])
+    kind: ClassVar[str] = LINEAR
+    """Entry of `layer_types` for layers that have a state."""
 
     def lacking(self, family: Any) -> Iterator[str]:
         """Yield the settings that cannot be honored: other kinds of layers, or no layer of full attention."""
         yield from super().lacking(family)
-        if not {FULL} <= set(own := family.layer_types or ()) <= {LINEAR, FULL}:
+        if not {FULL} <= set(own := family.layer_types or ()) <= {self.kind, FULL}:
             yield f"layer_types={sorted(set(own))}"
 
     def linear(self, family: Any, index: int, heads: Heads) -> LinearConfig | None:
         """Return the sizes of a layer's linear attention, or None if its attention is not linear."""
-        return self.sizes(family, heads) if of_layer(family, "layer_types", index) == LINEAR else None
+        return self.sizes(family, heads) if of_layer(family, "layer_types", index) == self.kind else None
 
     def sizes(self, family: Any, heads: Heads) -> LinearConfig:
         """Return the sizes of linear attention, beside heads of grouped-query attention that have these sizes."""
@@ -224,6 +237,25 @@ class SplitGatedDelta(GatedDelta):
 
 
 @dataclass(frozen=True)
+class ShortConvolutions(LinearLayers):
+    """Short convolutions in layers that `layer_types` calls `conv`, grouped-query attention in all others."""
+
+    kinds: ClassVar[frozenset[str]] = frozenset([CONVOLUTION])
+    kind: ClassVar[str] = CONVOLUTION
+    kernel: str = "conv_L_cache"
+    """Config key of the number of positions that a convolution reads."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that the part reads."""
+        return (*super().reads, self.kernel)
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of the convolution."""
+        return ShortConvolutionConfig(1, 0, positive(family, "hidden_size"), positive(family, self.kernel))
+
+
+@dataclass(frozen=True)
 class Latent(GroupedQuery):
     """Multi-head latent attention: keys and values are made from a latent vector (DeepSeek-V2, §2.1)."""
 
@@ -243,3 +275,44 @@ class Latent(GroupedQuery):
                 f"{latent.rotary_dimension} dimensions; it needs as many of the one as of the other, and an even number"
             )
         return Heads(latent.plain_dimension + latent.rotary_dimension, latent)
+
+
+@dataclass(frozen=True)
+class SparseLatent(Latent):
+    """Latent attention to the positions that an indexer selects (DeepSeek-V3.2, arXiv 2512.02556, §2.1)."""
+
+    selected: str = "index_topk"
+    """Config key of the number of positions that a query attends to. Up to as many, the attention is dense."""
+    count: str = "index_n_heads"
+    size: str = "index_head_dim"
+    sharing: str | None = None
+    """Config key of a list with `shared` for each layer that takes the selection of the layer before; None if none does."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that the part reads."""
+        return (*super().reads, self.selected, self.count, self.size, *keys(self.sharing))
+
+    def lacking(self, family: Any) -> Iterator[str]:
+        """Yield the settings that cannot be honored: layers of another kind."""
+        yield from super().lacking(family)
+        if set(own := family.layer_types or ()) - {INDEXED}:
+            yield f"layer_types={sorted(set(own))}"
+
+    def heads(self, config: Mapping[str, Any], family: Any, hidden: int, count: int) -> Heads:
+        """Return a head's sizes. Raises CheckpointError if there is no latent vector of queries, which the indexer reads."""
+        positive(family, "q_lora_rank")
+        return super().heads(config, family, hidden, count)
+
+    def indexer(self, family: Any, index: int) -> IndexerConfig | None:
+        """Return the sizes of a layer's indexer, or None if it has none. Raises CheckpointError for an unknown kind."""
+        if self.sharing is not None:
+            if (kind := of_layer(family, self.sharing, index)) not in ("full", "shared") or (kind == "shared" and not index):
+                raise CheckpointError(f"config.json: {self.sharing} has {shown(kind)} for layer {index}")
+            if kind == "shared":
+                return None
+        return IndexerConfig(positive(family, self.count), positive(family, self.size))
+
+    def dense_positions(self, family: Any) -> int | None:
+        """Return the number of positions that are selected."""
+        return positive(family, self.selected)

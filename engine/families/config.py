@@ -36,6 +36,9 @@ class DecoderConfig:
     clip_qkv: float | None
     tied_embeddings: bool
     max_positions: int
+    """Maximum number of positions of a text."""
+    dense_positions: int | None
+    """Number of positions up to which sparse attention is dense. The decoder has dense attention only; None for no limit."""
     prediction_layers: int
     """Number of layers for multi-token prediction. They follow the last layer in a checkpoint and are not read."""
     layers: tuple[LayerConfig, ...]
@@ -54,6 +57,13 @@ class DecoderConfig:
     """Whether the short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
     transformers_config: Any = field(repr=False, compare=False)
     """The family's transformers config, which rotary embeddings are initialized from."""
+
+    @property
+    def why_no_more(self) -> str:
+        """Reason for `max_positions` as a clause that follows the number; empty if it is the model's own number."""
+        if self.dense_positions is None or self.max_positions < self.dense_positions:
+            return ""
+        return " (beyond them its attention is sparse, which the engine does not have)"
 
     @property
     def cached(self) -> tuple[int, int, int]:

@@ -60,6 +60,19 @@ class ExpertNames:
         return range(DOWN_BIAS + 1 if has_biases else DOWN + 1)
 
 
+def renamed(norms: tuple[str, str, str], head_norm: str, ffn: ExpertNames) -> dict[str, str]:
+    """Return the names on disk of modules that a Llama names otherwise.
+
+    norms: the norms before attention, before the feed-forward block and of the model. head_norm: last part of the names of
+    the norms of queries and keys. ffn: names of experts, which the projections of dense FFNs share.
+    """
+    own = "input_layernorm", "post_attention_layernorm", "model.norm"
+    names = dict(zip(own, (*norms[:2], f"model.{norms[2]}"), strict=True))
+    names |= {f"self_attn.{part}_norm": f"self_attn.{part}_{head_norm}" for part in ("q", "k")}
+    dense = zip(PROJECTIONS, ffn.projections, strict=True)
+    return names | {f"mlp.{name}": f"{ffn.block}.{theirs}" for name, theirs in dense}
+
+
 @dataclass(frozen=True)
 class Experts:
     """Routed experts, each down(silu(gate(x)) · up(x))."""

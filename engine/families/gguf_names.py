@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.errors import UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, GATE, GATE_BIAS
 from engine.families.gguf import GgufFamily
@@ -19,7 +20,7 @@ from engine.families.tensor_names import (
     shared_tensor,
     sinks_tensor,
 )
-from engine.families.tensor_shapes import expert_shapes, layer_tensors
+from engine.families.tensor_shapes import expected_tensors, expert_shapes, layer_tensors
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -56,6 +57,52 @@ class Place:
     """Number of heads whose rows are stored in pairs: row i and row i + half of each head after one another."""
     keys: str | None = None
     """Name of the stored keys of absorbed latent attention [heads, rank, inputs], if `name` has the values alone."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a GGUF file, as it is written."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    """The family's names of the tensors that it is made of: one, or every expert of a stack."""
+    place: Place
+    """The place of the first source."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it has the keys of absorbed latent attention, whose source has values too."""
+        return self.name == self.place.keys
+
+
+def stored_tensors(config: DecoderConfig, family: GgufFamily) -> list[StoredTensor]:
+    """Return the tensors of a model's file, in order. Raises UnsupportedError naming a tensor that has no place there."""
+    found = places(config, family, frozenset())
+    stored: dict[str, StoredTensor] = {}
+    for name, shape in expected_tensors(config).items():
+        place = found.get(name)
+        if place is None:
+            raise UnsupportedError(f"tensor {name} has no place in a GGUF file of a {family.architecture}")
+        if place.keys is not None:
+            stored |= _absorbed(config, name, place)
+        elif place.expert is None:
+            stored[place.name] = StoredTensor(place.name, shape, (name,), place)
+        else:
+            others = stored[place.name].sources if place.expert else ()
+            stored[place.name] = StoredTensor(place.name, (place.expert + 1, *shape), (*others, name), place)
+    return list(stored.values())
+
+
+def _absorbed(config: DecoderConfig, name: str, place: Place) -> dict[str, StoredTensor]:
+    latent, heads = config.latent, config.attention_heads
+    assert latent is not None and place.keys is not None
+    keys, values = (
+        (heads, latent.key_value_rank, latent.plain_dimension),
+        (heads, latent.value_dimension, latent.key_value_rank),
+    )
+    shapes = {place.keys: keys, place.name: values}
+    return {stored: StoredTensor(stored, shape, (name,), place) for stored, shape in shapes.items()}
 
 
 def places(config: DecoderConfig, family: GgufFamily, stored: frozenset[str]) -> dict[str, Place]:

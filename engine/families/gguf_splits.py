@@ -24,7 +24,7 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PUNCTUATED = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,15 +38,21 @@ BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
 WHOLE_TOKENS_FIRST = frozenset(["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"])
 """Names of tokenizers that take a piece as one token if the vocabulary has it, without merging, and begin every text."""
 SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(sorted(WHOLE_TOKENS_FIRST), (_LLAMA3,)),
+    **dict.fromkeys(("llama-bpe", *sorted(WHOLE_TOKENS_FIRST)), (_LLAMA3,)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "megrez"), (_SINGLE_DIGITS,)),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), (_CASED,)),
     "tekken": (_TEKKEN,),
     "deepseek-llm": (r"[\r\n]", _CASED_LETTERS, _MARKS, r"\s+$", _CHINESE_AND_KOREAN, r"\p{N}"),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_AND_KOREAN, r"\p{N}"),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt", "granite-docling"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt", "granite-docling"), (GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", GPT2)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), (_THREE_DIGITS, _CHINESE_AND_JAPANESE, _PUNCTUATED)),
 }
-"""Patterns by the name."""
+"""Patterns by the name. The first of several names with equal patterns is the one that is written."""
+
+
+def split_name(patterns: tuple[str, ...], whole_tokens_first: bool) -> str | None:
+    """Return the name of a tokenizer that cuts texts by these patterns, or None if no name says them."""
+    names = (name for name, own in SPLITS.items() if own == patterns)
+    return next((name for name in names if (name in WHOLE_TOKENS_FIRST) == whole_tokens_first), None)

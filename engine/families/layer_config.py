@@ -42,6 +42,8 @@ class MoeConfig:
     router_in_float32: bool = False
     scales_inputs: bool = False
     """Whether an expert is given σ(its router logit) · x, and its output is added unscaled."""
+    added_to_sum: float = 1e-20
+    """Number that is added to the sum of sigmoids by which they are divided."""
     least_sum: float = 0.0
     """Minimum divisor of probabilities that are chosen with a bias."""
     swiglu: ClampedSwiglu | None = None
@@ -83,8 +85,17 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """Sizes of the indexer that selects the positions of sparse attention. Its tensors are kept and never computed with."""
+
+    heads: int
+    dimension: int
+    """Dimensions of a head's query, and of the key that all heads share."""
+
+
+@dataclass(frozen=True)
 class LinearConfig:
-    """Sizes of a layer of linear attention, which has a state in the place of cached keys and values."""
+    """Sizes of a layer that has a state in the place of cached keys and values, as linear attention does."""
 
     module: ClassVar[str] = "self_attn"
     """Name on disk of the attention within the layer."""
@@ -170,6 +181,35 @@ class SplitGatedDeltaConfig(GatedDeltaConfig):
 
 
 @dataclass(frozen=True)
+class ShortConvolutionConfig(LinearConfig):
+    """Sizes of a gated short convolution (engine/decoder/short_convolution.py), as one head with a value of D numbers."""
+
+    module: ClassVar[str] = "conv"
+    block: ClassVar[int] = 1
+    kernel: int
+    """Number of positions that the convolution reads."""
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of the last inputs of the convolution."""
+        return ((self.kernel - 1, self.value_dimension),)
+
+    @property
+    def projected(self) -> int:
+        """Elements of a token's input and of its two gates."""
+        return 3 * self.value_dimension
+
+    @property
+    def held(self) -> int:
+        """Numbers in float32 that a token of a prompt needs, with the inputs and outputs of the convolution."""
+        return self.projected + 3 * self.value_dimension
+
+    def positions(self, length: int) -> float:
+        """Return the number of positions that the convolution reads."""
+        return self.kernel
+
+
+@dataclass(frozen=True)
 class Temperature:
     """Queries at position p are multiplied by ln(1 + ⌊(p + 1) / floor⌋) · slope + 1 (arXiv 2501.19399)."""
 
@@ -209,6 +249,8 @@ class LayerConfig:
     unit_norm: bool = False
     """Whether rotated queries and keys are divided by their root mean square."""
     linear: LinearConfig | None = None
-    """Sizes of linear attention; None if the layer caches something for each position."""
+    """Sizes of linear attention or of a short convolution; None if the layer caches something for each position."""
     residuals: tuple[Residual, Residual] | None = None
     """The rule of the attention and the rule of the feed-forward block; None for x + f(norm(x))."""
+    indexer: IndexerConfig | None = None
+    """Sizes of the indexer of sparse attention; None if the layer has none."""

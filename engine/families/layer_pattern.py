@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.families.values import natural, positive
+from engine.errors import CheckpointError
+from engine.families.values import natural, of_layer, positive
+from engine.files.json_file import shown
+
+DENSE, SPARSE = "dense", "sparse"
+"""Kinds of feed-forward blocks, as entries of `mlp_layer_types`."""
 
 
 @dataclass(frozen=True)
 class EveryLayer:
     """Every layer holds experts."""
 
-    dense_block: str = field(default="mlp", kw_only=True)
-    """Name on disk of a dense FFN within the layer."""
     dense_width: str = field(default="intermediate_size", kw_only=True)
     """Config key of a dense FFN's width."""
 
@@ -81,6 +84,29 @@ class DenseFirstThenEveryNth(DenseFirst):
     def holds_experts(self, family: Any, index: int) -> bool:
         """Return whether a layer holds experts."""
         return super().holds_experts(family, index) and index % (natural(family, self.step) or 1) == 0
+
+
+@dataclass(frozen=True)
+class ListedKinds(DenseFirst):
+    """The config lists the kind of each layer's feed-forward block. `count` is for programs that do not read the list."""
+
+    kinds: str = "mlp_layer_types"
+    """Config key of the list, whose entries are DENSE or SPARSE."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that the part reads."""
+        return (*super().reads, self.kinds)
+
+    def holds_experts(self, family: Any, index: int) -> bool:
+        """Return whether a layer holds experts. Raises CheckpointError for an unknown kind of layer."""
+        if (kind := of_layer(family, self.kinds, index)) not in (DENSE, SPARSE):
+            raise CheckpointError(f"config.json: {self.kinds} has {shown(kind)}; it may have {DENSE} and {SPARSE}")
+        return bool(kind == SPARSE)
+
+    def all_dense(self, layers: int) -> dict[str, Any] | None:
+        """Return config keys with which none of so many layers holds experts."""
+        return {self.count: layers, self.kinds: [DENSE] * layers}
 
 
 @dataclass(frozen=True)

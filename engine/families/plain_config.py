@@ -23,7 +23,10 @@ _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str,
 _ROPE_KEYS = frozenset(["rope_type", "rope_theta", "partial_rotary_factor"])
 _SPECIAL = frozenset(["attn_implementation", "experts_implementation", "mlp_layer_types", "mtp_layer_types"])
 """Keys that transformers handles specially without declaring them."""
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+_LAYER_TYPES = (
+    *("full_attention", "sliding_attention", "chunked_attention", "linear_attention"),
+    *("conv", "indexed_attention"),
+)
 _MISTRAL_TOKENS = 100_000
 
 
@@ -252,6 +255,47 @@ def _last_moe_layer(values: dict[str, Any], extras: dict[str, Any]) -> None:
         values["moe_layer_end_index"] = values["num_hidden_layers"] - 1
 
 
+def _first_dense(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    kinds, layers = values["mlp_layer_types"], values["num_hidden_layers"]
+    if kinds is None:
+        values["mlp_layer_types"] = ["dense"] + ["sparse"] * (layers - 1)
+    elif len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise _Unusual
+
+
+def _several_dense(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    first, layers = values["first_k_dense_replace"], values["num_hidden_layers"]
+    if first < 0 or "num_experts" in extras:
+        raise _Unusual
+    if values["mlp_layer_types"] is None:
+        values["mlp_layer_types"] = ["dense"] * min(first, layers) + ["sparse"] * (layers - min(first, layers))
+    _first_dense(values, extras)
+
+
+def _indexed_layers(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    _latent_heads(values, extras)
+    if values["layer_types"] is None:
+        values["layer_types"] = ["indexed_attention"] * values["num_hidden_layers"]
+
+
+def _own_indexers(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    if {"index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"} & extras.keys():
+        raise _Unusual
+    if values["indexer_types"] is None:
+        values["indexer_types"] = ["full"] * values["num_hidden_layers"]
+
+
+def _whole_heads(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+
+
+def _tied_by_default(values: dict[str, Any], extras: dict[str, Any]) -> None:
+    tied = extras.pop("tie_embedding", values["tie_word_embeddings"])
+    if type(tied) is not bool:
+        raise _Unusual
+    values["tie_word_embeddings"] = tied
+
+
 def _no_layer_types(values: dict[str, Any], extras: dict[str, Any]) -> None:
     if "layer_types" in extras:
         raise _Unusual
@@ -260,12 +304,16 @@ def _no_layer_types(values: dict[str, Any], extras: dict[str, Any]) -> None:
 _FINISHED: dict[str, tuple[_Finish, ...]] = {
     "deepseek_v2": (_heads_divide, _key_value_heads, _latent_heads),
     "deepseek_v3": (_key_value_heads, _latent_heads),
+    "deepseek_v32": (_indexed_layers, _several_dense),
     "ernie4_5": (_key_value_heads, _head_dimension),
     "ernie4_5_moe": (_last_moe_layer,),
     "glm4_moe": (_half_rotates,),
+    "glm4_moe_lite": (_first_dense, _whole_heads),
+    "glm_moe_dsa": (_indexed_layers, _several_dense, _own_indexers),
     "granite": (_key_value_heads,),
     "granitemoe": (_key_value_heads,),
     "granitemoeshared": (_key_value_heads,),
+    "lfm2_moe": (_tied_by_default,),
     "llama": (_heads_divide, _head_dimension, _key_value_heads),
     "minimax": (_key_value_heads, _layers_in_turns),
     "minimax_m2": (_rotated_dimensions,),

@@ -17,11 +17,13 @@ class RootMeanSquareNorms:
     layer_norm: ClassVar[bool] = False
     zero_centered: ClassVar[bool] = False
     """Whether weights are stored as their differences from 1."""
+    key: str = "rms_norm_eps"
+    """Config key of the ε that is added under the root."""
 
     def epsilon(self, family: Any) -> float:
-        """Return the ε that is added under the root. Raises CheckpointError unless it is a small number."""
-        if not (value := number("rms_norm_eps", family.rms_norm_eps)) <= 1:
-            raise CheckpointError(f"config.json: rms_norm_eps is {value}; it must be a small number")
+        """Return ε. Raises CheckpointError unless it is a small number."""
+        if not (value := number(self.key, getattr(family, self.key))) <= 1:
+            raise CheckpointError(f"config.json: {self.key} is {value}; it must be a small number")
         return value
 
 

@@ -83,6 +83,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if getattr(family, "head_dim", 0) is None:
         family.head_dim = hidden // count  # transformers' initializers of rotary embeddings take None for a number
     heads = row.attention.heads(config, family, hidden, count)
+    positions, dense_positions = positive(family, "max_position_embeddings"), row.attention.dense_positions(family)
     rotated = heads.latent.rotary_dimension if heads.latent else row.rotation.dimension(family, heads.size)
     return DecoderConfig(
         architecture=row,
@@ -101,7 +102,8 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         head_bias=flag(row.head.bias, family),
         clip_qkv=row.attention.clip(family),
         tied_embeddings=bool(family.tie_word_embeddings),
-        max_positions=positive(family, "max_position_embeddings"),
+        max_positions=positions if dense_positions is None else min(positions, dense_positions),
+        dense_positions=dense_positions,
         prediction_layers=row.prediction.number(family) if row.prediction else 0,
         layers=tuple(_layer_config(row, config, family, index, experts, heads) for index, experts in enumerate(counts)),
         multipliers=row.residual.multipliers(family),
@@ -144,7 +146,8 @@ def _layer_config(
     dense_width = positive(family, row.layers.dense_width)
     if moe is None and row.count_keys:
         dense_width = block_config_dense_width(config.get("block_configs"), index, dense_width)
-    return LayerConfig(window, moe, dense_width, rotates, unit_norm, linear, residuals)
+    indexer = row.attention.indexer(family, index)
+    return LayerConfig(window, moe, dense_width, rotates, unit_norm, linear, residuals, indexer)
 
 
 def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> MoeConfig:

@@ -156,6 +156,12 @@ class SigmoidTopK(TopK):
     """The k experts with the largest sums of the logit's sigmoid and a bias. The sigmoids are the weights."""
 
     scores: ClassVar[str] = "sigmoid"
+    added_to_sum: float = 1e-20
+    """Number that is added to the sum of the weights by which they are divided."""
+
+    def layer(self, config: Mapping[str, Any], family: Any, index: int, experts: int, width: int) -> MoeConfig:
+        """Return the config of a layer with so many experts of this width and this router."""
+        return replace(super().layer(config, family, index, experts, width), added_to_sum=self.added_to_sum)
 
 
 @dataclass(frozen=True)

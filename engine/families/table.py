@@ -20,13 +20,16 @@ from engine.families.attention import (
     Latent,
     Lightning,
     OptionallyNormed,
+    ShortConvolutions,
     SlidingLayers,
     SlidingWindow,
+    SparseLatent,
     SplitGatedDelta,
 )
 from engine.families.experts import (
     DOWN,
     GATE,
+    PROJECTIONS,
     UP,
     ClampedExperts,
     ExpertNames,
@@ -35,6 +38,7 @@ from engine.families.experts import (
     SharedExpert,
     SharedExperts,
     Stack,
+    renamed,
     transposed_stacks,
 )
 from engine.families.head import Head, PredictionLayers
@@ -43,10 +47,11 @@ from engine.families.layer_pattern import (
     DenseFirstThenEveryNth,
     EveryLayer,
     LayerRange,
+    ListedKinds,
     ListedLayers,
     SparseStep,
 )
-from engine.families.residual import LayerNorms, NormResidual, ScaledResidual, ZeroCenteredNorms
+from engine.families.residual import LayerNorms, NormResidual, RootMeanSquareNorms, ScaledResidual, ZeroCenteredNorms
 from engine.families.rotation import CountedRotation, LongRotation, PartialRotation, Rotation, SomeLayersRotate
 from engine.families.router import (
     BiasedLogits,
@@ -84,6 +89,18 @@ _DEEPSEEK_V3 = Architecture(
     prediction=PredictionLayers(),
     settings=only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1) | _DEEPSEEK_TRAINING,
     dense_sibling="deepseek_v3",
+)
+
+_SPARSE = SparseLatent(qkv_bias="attention_bias", output_bias="attention_bias")
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    causal_lm_class="DeepseekV32ForCausalLM",
+    attention=_SPARSE,
+    rotation=Rotation(pairs=True, types=("default", "linear", "yarn", "llama3")),
+    layers=ListedKinds(),
+    settings=_DEEPSEEK_V3.settings | only(rope_interleave=True) | unused("pretraining_tp"),
+    dense_sibling="deepseek_v32",
 )
 
 # Granite
@@ -147,6 +164,10 @@ _QWEN3_5 = Architecture(
     | unused("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
     not_onnx="its gated delta rule keeps a state, for which our graphs have no input",
 )
+
+# LFM2
+_LFM2_BLOCK = ExpertNames("feed_forward", ("w1", "w3", "w2"), modules=("feed_forward", "gate"))
+_LFM2_NAMES = renamed(norms=("operator_norm", "ffn_norm", "embedding_norm"), head_norm="layernorm", ffn=_LFM2_BLOCK)
 
 # Llama 4 and GPT-OSS
 _LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
@@ -254,6 +275,17 @@ _ROWS = (
     _DEEPSEEK_V3,
     # Kimi K2 is a DeepSeek V3 whose own code differs only in its name.
     replace(_DEEPSEEK_V3, model_type="kimi_k2", words=another_name("deepseek_v3")),
+    _DEEPSEEK_V32,
+    replace(
+        # GLM-5, whose layers may share the selection of an indexer
+        _DEEPSEEK_V32,
+        model_type="glm_moe_dsa",
+        causal_lm_class="GlmMoeDsaForCausalLM",
+        attention=replace(_SPARSE, sharing="indexer_types"),
+        settings=_DEEPSEEK_V32.settings
+        | unused("indexer_rope_interleave", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+        dense_sibling="glm_moe_dsa",
+    ),
     Architecture(
         "glm4_moe",
         "Glm4MoeForCausalLM",
@@ -265,6 +297,15 @@ _ROWS = (
         layers=DenseFirst(),
         prediction=PredictionLayers(),
         dense_sibling="glm4_moe",
+    ),
+    replace(
+        # GLM-4.7-Flash has the layers of DeepSeek V3.
+        _DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        causal_lm_class="Glm4MoeLiteForCausalLM",
+        layers=ListedKinds(),
+        settings=only(scoring_func="sigmoid", topk_method="noaux_tc", partial_rotary_factor=1.0),
+        dense_sibling="glm4_moe_lite",
     ),
     _GRANITE_MOE,
     replace(
@@ -326,8 +367,9 @@ _ROWS = (
         router=InputScaling("router.weight"),
         experts=Experts(("num_local_experts",), names=_LLAMA4_NAMES),
         shared=SharedExpert(width="intermediate_size"),
-        layers=ListedLayers("moe_layers", dense_block="feed_forward", dense_width="intermediate_size_mlp"),
+        layers=ListedLayers("moe_layers", dense_width="intermediate_size_mlp"),
         settings=unused("for_llm_compressor", "cache_implementation"),
+        disk_names={f"mlp.{name}": f"feed_forward.{name}" for name in PROJECTIONS},
         not_dense="the inputs of its experts are scaled by the router, token by token, which no FFN does",
         not_onnx="its chunked attention and experts whose inputs the router scales have no form in our graphs",
     ),
@@ -338,6 +380,19 @@ _ROWS = (
         router=BiasedLogits("router.weight", ("num_experts_per_tok", "experts_per_token"), normalized=True),
         experts=ClampedExperts(("num_local_experts",), names=_GPT_OSS_NAMES),
         settings=unused("initial_context_length"),
+    ),
+    Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        attention=ShortConvolutions("head"),
+        router=SigmoidTopK(scale="routed_scaling_factor", choice_bias="expert_bias", added_to_sum=1e-6),
+        experts=Experts(("num_experts",), width="moe_intermediate_size", names=_LFM2_BLOCK),
+        layers=DenseFirst("num_dense_layers"),
+        norms=RootMeanSquareNorms("norm_eps"),
+        settings=only(conv_bias=False, use_expert_bias=True) | unused("tie_embedding"),
+        disk_names=_LFM2_NAMES | {"self_attn.o_proj": "self_attn.out_proj"},
+        dense_sibling="lfm2_moe",
+        not_onnx="its short convolutions keep a state, for which our graphs have no input",
     ),
     Architecture("mistral", "MistralForCausalLM", attention=GroupedQuery(window=SlidingWindow())),
     Architecture("llama", "LlamaForCausalLM", attention=_BIASED),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from engine.families.architecture import Architecture
@@ -24,9 +25,20 @@ SPLIT_GATED_DELTA = (
     *_AFTER_PROJECTIONS,
 )
 """These tensors where gates, strengths and decays have a matrix each."""
-NEVER_ROUNDED = ("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")
-"""Small matrices of the gated delta rule that give strengths and decays. Like routers, they are never rounded."""
+INDEXER_QUERY = "indexer.wq_b.weight"
+INDEXER = (INDEXER_QUERY, "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias", "indexer.weights_proj.weight")
+"""The tensors of an indexer: queries from their latent vector, keys, the norm of keys, and the weights of heads."""
+NEVER_ROUNDED = (
+    *("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight"),
+    *("indexer.wk.weight", "indexer.weights_proj.weight"),
+)
+"""Matrices that read a layer's input and are never rounded, like routers: small ones of the gated delta rule, which give
+strengths and decays, and those of an indexer."""
+SHORT_CONVOLUTION = ("in_proj.weight", "conv.weight", "out_proj.weight")
+"""The tensors of a short convolution: both gates and the input together, the filters, and the output."""
 _DECAYS = ("dt_bias", "A_log")
+_DENSE_DOWN = f"mlp.{PROJECTIONS[DOWN]}"
+_WITHIN_LAYER = re.compile(r"(model\.layers\.\d+\.|)(.+)\.(\w+)")
 
 
 def attention_prefix(config: DecoderConfig, layer: int) -> str:
@@ -66,7 +78,7 @@ def ffn_tensor(config: DecoderConfig, layer: int, number: int, projection: int) 
 
 def dense_module(row: Architecture) -> str:
     """Return transformers' name, within a layer, of the FFN of a dense layer."""
-    return row.layers.dense_block
+    return row.disk_names.get(_DENSE_DOWN, _DENSE_DOWN).rpartition(".")[0]
 
 
 def shared_module(row: Architecture) -> str:
@@ -140,9 +152,12 @@ def dense_tensor(layer: int, projection: int) -> str:
     return f"model.layers.{layer}.mlp.{PROJECTIONS[projection]}.weight"
 
 
-def dense_tensor_on_disk(row: Architecture, layer: int, projection: int) -> str:
-    """Return the name on disk of a dense FFN's gate (0), up (1) or down (2) projection."""
-    return f"model.layers.{layer}.{row.layers.dense_block}.{PROJECTIONS[projection]}.weight"
+def name_on_disk(row: Architecture, name: str) -> str:
+    """Return the name on disk of a tensor of a decoder; stacks of experts have further names (`stacks_on_disk`)."""
+    found = _WITHIN_LAYER.fullmatch(name)
+    assert found is not None, name
+    prefix, module, part = found.groups()
+    return f"{prefix}{row.disk_names.get(module, module)}.{part}"
 
 
 def shared_tensor(row: Architecture, layer: int, projection: int) -> str:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from engine.families.config import DecoderConfig
-from engine.families.layer_config import GatedDeltaConfig, LatentConfig, LightningConfig, LinearConfig, SplitGatedDeltaConfig
+from engine.families.layer_config import (
+    GatedDeltaConfig,
+    LatentConfig,
+    LightningConfig,
+    LinearConfig,
+    ShortConvolutionConfig,
+    SplitGatedDeltaConfig,
+)
 from engine.families.tensor_names import (
     GATED_DELTA,
+    INDEXER,
+    INDEXER_QUERY,
     LATENT_UP,
     LIGHTNING,
     NEVER_ROUNDED,
+    SHORT_CONVOLUTION,
     SPLIT_GATED_DELTA,
     attention_prefix,
     dense_tensor,
@@ -18,6 +29,7 @@ from engine.families.tensor_names import (
     expert_tensor,
     gate_hidden_tensor,
     logit_bias_tensor,
+    name_on_disk,
     router_bias_tensor,
     router_noise_tensor,
     router_tensor,
@@ -40,6 +52,13 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.head_bias:
         shapes["lm_head.bias"] = (config.vocabulary_size,)
     return shapes
+
+
+def names_on_disk(config: DecoderConfig) -> dict[str, str]:
+    """Return the names on disk of the tensors that have another name in the decoder, by that name."""
+    row = config.architecture
+    names = {name: name_on_disk(row, name) for name in expected_tensors(config)} if row.disk_names else {}
+    return {name: on_disk for name, on_disk in names.items() if on_disk != name}
 
 
 def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
@@ -115,7 +134,7 @@ def attention_weights(config: DecoderConfig, index: int) -> list[str]:
     The matrix that makes keys and values of latent attention is excluded: for single positions, the products use its parts
     (absorbed). So are those that are never rounded.
     """
-    excluded = tuple(f".{name}" for name in (LATENT_UP, *NEVER_ROUNDED))
+    excluded = tuple(f".{name}" for name in (LATENT_UP, INDEXER_QUERY, *NEVER_ROUNDED))
     tensors = _attention_tensors(config, index)
     return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(excluded)]
 
@@ -152,7 +171,7 @@ def _attention_tensors(config: DecoderConfig, index: int) -> Shapes:
     if (linear := config.layers[index].linear) is not None:
         return _LINEAR_TENSORS[type(linear)](config, linear, prefix)
     if config.latent is not None:
-        return _latent_tensors(config, config.latent, prefix)
+        return itertools.chain(_latent_tensors(config, config.latent, prefix), _indexer_tensors(config, index, prefix))
     return _grouped_query_tensors(config, index, prefix)
 
 
@@ -175,6 +194,15 @@ def _latent_tensors(config: DecoderConfig, latent: LatentConfig, prefix: str) ->
     yield f"{prefix}.o_proj.weight", (hidden, config.attention_heads * latent.value_dimension)
     if config.output_bias:
         yield f"{prefix}.o_proj.bias", (hidden,)
+
+
+def _indexer_tensors(config: DecoderConfig, index: int, prefix: str) -> Shapes:
+    sizes, latent = config.layers[index].indexer, config.latent
+    if sizes is None or latent is None:
+        return
+    key, hidden = (sizes.dimension,), config.hidden_size
+    shapes = (sizes.heads * sizes.dimension, latent.query_rank), (sizes.dimension, hidden), key, key, (sizes.heads, hidden)
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(INDEXER, shapes, strict=True))
 
 
 def _lightning_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
@@ -210,9 +238,17 @@ def _delta_tensors(
     yield from ((f"{prefix}.{name}", shape) for name, shape in zip(names, shapes, strict=True))
 
 
+def _short_convolution_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    assert isinstance(sizes, ShortConvolutionConfig)
+    hidden = config.hidden_size
+    shapes = (3 * hidden, hidden), (hidden, 1, sizes.kernel), (hidden, hidden)
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(SHORT_CONVOLUTION, shapes, strict=True))
+
+
 _LINEAR_TENSORS: dict[type[LinearConfig], Callable[[DecoderConfig, LinearConfig, str], Shapes]] = {
     LightningConfig: _lightning_tensors,
     GatedDeltaConfig: _gated_delta_tensors,
+    ShortConvolutionConfig: _short_convolution_tensors,
     SplitGatedDeltaConfig: _split_gated_delta_tensors,
 }
 

@@ -61,12 +61,13 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path, what: str) -> Iterator[Path]:
+def replacing(path: Path, what: str, suffix: str = "") -> Iterator[Path]:
     """Yield a temporary sibling of `path` to write to, and rename it to `path` when the body ends.
 
-    Raises OutputError as `writing` does. The temporary file is removed if the body raises.
+    `suffix`: the end of the sibling's name, for what reads it before it is renamed. Raises OutputError as `writing` does.
+    The temporary file is removed if the body raises.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial{suffix}")
     try:
         with writing(path, what):
             yield partial

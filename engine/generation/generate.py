@@ -28,6 +28,7 @@ from engine.decoder.model import Decoder, own_routings
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
 from engine.errors import OptionError
+from engine.families.config import DecoderConfig
 from engine.generation.options import GenerateOptions, OpenOptions, SamplingOptions
 from engine.generation.report import (
     ExportedSkipCounter,
@@ -324,7 +325,7 @@ class Engine:
             )
         for engine in self._engines:
             name = "the model" if engine is self else "the draft"
-            _check_room(max(map(len, ids)), max_new_tokens, engine.checkpoint.config.max_positions, name)
+            _check_room(max(map(len, ids)), max_new_tokens, engine.checkpoint.config, name)
         decode = partial(plain_text, self.tokenizer)
         sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, decode) for prompt in ids]
         if self.skip_counter is not None:
@@ -540,16 +541,16 @@ def _check_pair(target: Path, draft: Path) -> None:
             raise OptionError(f"{directory}: is an exported model, and drafting needs checkpoints; give both as such")
         if Checkpoint(directory).config.linear_layers:
             raise OptionError(
-                f"{directory}: linear attention cannot undo tokens, which drafting requires; leave out the draft"
+                f"{directory}: layers with a state cannot undo tokens, which drafting requires; leave out the draft"
             )
     check_same_tokens(Checkpoint(target), Checkpoint(draft))
 
 
-def _check_room(prompt_tokens: int, max_new_tokens: int, max_positions: int, name: str) -> None:
+def _check_room(prompt_tokens: int, max_new_tokens: int, config: DecoderConfig, name: str) -> None:
     if max_new_tokens < 1:
         raise OptionError(f"the number of new tokens is {max_new_tokens}; it must be at least 1")
-    if prompt_tokens + max_new_tokens > max_positions:
+    if (asked := prompt_tokens + max_new_tokens) > config.max_positions:
         raise OptionError(
-            f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones make {prompt_tokens + max_new_tokens}, "
-            f"and {name} has {max_positions} positions; shorten the prompt or ask for fewer tokens"
+            f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones make {asked}, and {name} has "
+            f"{config.max_positions} positions{config.why_no_more}; shorten the prompt or ask for fewer tokens"
         )

@@ -86,6 +86,7 @@ def adapted_config(config: Any, model_class: str, found: FoundLayers) -> Decoder
         layer_norm=False,
         zero_centered=False,
         rope_mscales=False,
+        dense_positions=None,
         transformers_config=text,
     )
 

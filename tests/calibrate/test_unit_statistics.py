@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ from torch import Tensor
 
 import calibrate.unit_statistics
 import engine.passes.streaming
-from calibrate.unit_statistics import Moments, collect_units, held_bytes, unit_moments, unit_sums
+from calibrate.unit_statistics import Moments, collect_units, held_bytes, moments_bytes, unit_moments, unit_sums
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import Decoder
-from engine.errors import DataError
+from engine.errors import DataError, OutputError
 from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (9, 7), generator=torch.Generator().manual_seed(7))
@@ -158,8 +159,9 @@ def test_sums_and_gram_matrices_equal_the_naive_implementation(family: str, tmp_
             square, weighted = (sum(each, torch.zeros(())) for each in zip(*squares, strict=True))
             assert close(sums.square_sum[expert], square) and close(sums.weighted_square_sum[expert], weighted)
             moments = unit_moments(directory, layer, expert)
-            assert moments.is_gram
-            assert close(moments.fit, own.gram(held=False)) and close(moments.held, own.gram(held=True))
+            assert moments.is_gram == (len(own.units) >= len(square)), "few tokens are kept as they are"
+            fit, held = second_moments(moments)
+            assert close(fit, own.gram(held=False)) and close(held, own.gram(held=True))
 
 
 def test_one_sequence_in_eight_is_held_out(tmp_path: Path) -> None:
@@ -245,10 +247,9 @@ def test_damaged_moments_are_refused(model: Checkpoint, tmp_path: Path) -> None:
 
 
 def second_moments(moments: Moments) -> tuple[Tensor, Tensor]:
-    """Return H of both parts of a sample."""
-    assert not moments.is_gram
+    """Return H of both parts."""
     fit, held = moments.fit.double(), moments.held.double()
-    return fit.T @ fit, held.T @ held
+    return (fit, held) if moments.is_gram else (fit.T @ fit, held.T @ held)
 
 
 def test_wide_experts_keep_their_weighted_tokens(model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +258,9 @@ def test_wide_experts_keep_their_weighted_tokens(model: Checkpoint, tmp_path: Pa
     samples = collected(model, tmp_path / "samples", budget=MemoryBudget(tokens_per_batch=14))
     for layer, count in model.config.experts_by_layer.items():
         for expert in range(count):
-            gram = unit_moments(grams, layer, expert)
-            pairs = zip(second_moments(unit_moments(samples, layer, expert)), (gram.fit, gram.held), strict=True)
+            own, expected = (unit_moments(place, layer, expert) for place in (samples, grams))
+            assert not own.is_gram
+            pairs = zip(second_moments(own), second_moments(expected), strict=True)
             assert all(close(own, expected) for own, expected in pairs)
 
 
@@ -279,5 +281,29 @@ def test_a_sample_of_many_small_batches_is_as_large_and_weighs_as_much_as_the_te
             sample, gram = unit_moments(directory, layer, expert), unit_moments(grams, layer, expert)
             assert len(sample.fit) + len(sample.held) <= most + 2, "rounded up in each part"
             if routed > most:
-                shares.append(float(second_moments(sample)[0].trace() / gram.fit.trace()))
+                shares.append(float(second_moments(sample)[0].trace() / second_moments(gram)[0].trace()))
     assert sum(shares) / len(shares) == pytest.approx(1.0, abs=0.25)
+
+
+@pytest.mark.parametrize("sequences", [1, len(TOKENS)])
+def test_moments_take_no_more_space_than_was_asked_for(model: Checkpoint, tmp_path: Path, sequences: int) -> None:
+    text = TOKENS[:sequences]
+    directory = tmp_path / "units"
+    collect_units(model, text, directory, moments=True, dtype=torch.float32)
+    moments = [
+        unit_moments(directory, layer, expert)
+        for layer, count in model.config.experts_by_layer.items()
+        for expert in range(count)
+    ]
+    taken = sum(part.nbytes for own in moments for part in (own.fit, own.held))
+    assert 0 < taken <= moments_bytes(model.config, text.numel())
+
+
+def test_too_little_space_is_refused_before_the_pass(
+    model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: used._replace(free=1000))
+    monkeypatch.setattr(calibrate.unit_statistics, "stream_layers", None)
+    with pytest.raises(OutputError, match=r"moments of hidden units take up to .* GB are free; make space"):
+        collected(model, tmp_path / "units")

@@ -31,7 +31,7 @@ TEXT = CalibrationOptions(data="stdlib", samples=3, sequence_length=24, evaluati
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("adapted")
-    save_tiny(by_name("lfm2_moe"), path, vocab_size=VOCABULARY)
+    save_tiny(by_name("exaone_moe"), path, vocab_size=VOCABULARY)
     add_tokenizer(path)
     return path
 
@@ -49,15 +49,15 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
         ({"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")}, "unit-obs needs our own decoder"),
         (
             {"budget": Budget(experts=5, min_experts=0)},
-            "a lfm2_moe has one number of experts in config.json, .* add --uniform",
+            "a exaone_moe has one number of experts in config.json, .* add --uniform",
         ),
         (
             {"budget": Budget(experts=1, scope="uniform", min_experts=1)},
-            "min-experts is 1; the router of a lfm2_moe takes 2",
+            "min-experts is 1; the router of a exaone_moe takes 2",
         ),
-        ({"merge": "cka"}, "a lfm2_moe runs through transformers here"),
-        ({"recover": RecoverOptions(steps=1)}, "a lfm2_moe runs through transformers here"),
-        ({"refit": RefitOptions(correct=True)}, "a lfm2_moe runs through transformers here"),
+        ({"merge": "cka"}, "a exaone_moe runs through transformers here"),
+        ({"recover": RecoverOptions(steps=1)}, "a exaone_moe runs through transformers here"),
+        ({"refit": RefitOptions(correct=True)}, "a exaone_moe runs through transformers here"),
     ],
 )
 def test_what_needs_our_own_decoder_is_refused(model: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -67,7 +67,7 @@ def test_what_needs_our_own_decoder_is_refused(model: Path, tmp_path: Path, chan
 
 
 def test_skipping_is_refused(model: Path) -> None:
-    with pytest.raises(OptionError, match="transformers runs a lfm2_moe and skips no experts"):
+    with pytest.raises(OptionError, match="transformers runs a exaone_moe and skips no experts"):
         evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, skip_threshold=1.0))
 
 
@@ -84,7 +84,7 @@ def test_commands_work_through_transformers(model: Path, tmp_path: Path) -> None
     statistics = load_statistics(tmp_path / "statistics", checkpoint.config)
     figures = prune(_options(model, tmp_path / "result", statistics=tmp_path / "statistics"))
     assert figures["experts_per_layer"] == [5, 5, 5]
-    result = loaded(by_name("lfm2_moe"), tmp_path / "result")
+    result = loaded(by_name("exaone_moe"), tmp_path / "result")
     assert result.config.num_experts == 5
     for own in statistics.layers.values():
         assert int(own.tokens_routed.sum()) == 2 * int(own.tokens)

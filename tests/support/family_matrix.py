@@ -51,7 +51,10 @@ ROWS = {
     "deepseek_v2": "DeepSeek V2",
     "deepseek_v3": "DeepSeek V3, R1",
     "kimi_k2": "Kimi K2 ²",
+    "deepseek_v32": "DeepSeek V3.2 ⁴",
+    "glm_moe_dsa": "GLM-5 ⁴",
     "glm4_moe": "GLM-4-MoE",
+    "glm4_moe_lite": "GLM-4.7-Flash",
     "granitemoe": "Granite-MoE",
     "granitemoeshared": "Granite-MoE, shared expert",
     "phimoe": "Phi-3.5-MoE",
@@ -60,11 +63,13 @@ ROWS = {
     "minimax_m2": "MiniMax-M2 ³",
     "gpt_oss": "GPT-OSS ³",
     "llama4_text": "Llama 4 (text)",
+    "lfm2_moe": "LFM2-MoE",
 }
 REFUSED = {
     ("phimoe", "dense"): "it has no dense sibling, and its router takes two experts",
     ("qwen3_next", "ONNX"): "its gated delta rule keeps a state, for which our graphs have no input",
     ("qwen3_5_moe_text", "ONNX"): "its gated delta rule keeps a state, for which our graphs have no input",
+    ("lfm2_moe", "ONNX"): "its short convolutions keep a state, for which our graphs have no input",
     ("minimax", "ONNX"): "its lightning attention keeps a state, for which our graphs have no input",
     ("llama4_text", "dense"): "the inputs of its experts are scaled by the router, token by token",
     ("llama4_text", "ONNX"): "its chunked attention and experts whose inputs the router scales have no form in our graphs",
@@ -72,7 +77,8 @@ REFUSED = {
 """Cells that have no number, with the message of the refusal."""
 NOTES = (
     "¹ Not in transformers; compared with a naive implementation (`tests/support/naive_*.py`). ² Results are\n"
-    "written as DeepSeek V3. ³ Dense means one expert in each layer."
+    "written as DeepSeek V3. ³ Dense means one expert in each layer.\n"
+    "⁴ Up to `index_topk` positions; longer texts are refused."
 )
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 

@@ -21,7 +21,7 @@ from compress.options.refit import RefitOptions
 from compress.plans.apply import planned_decoder
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, pruning_plan
 from compress.plans.unit_selection import units_plan
-from compress.refit.correction import Corrected, corrected
+from compress.refit.correction import Corrected, _Products, _Rows, corrected
 from compress.refit.narrowed import CorrectedFfn, corrected_ffns
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
@@ -219,3 +219,21 @@ def test_wide_ffns_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compress.refit.correction, "WIDEST_GRAM", 1)
     found = correct(checkpoint, plan, tmp_path / "work")
     assert not found.tensors and found.drift == found.drift_before
+
+
+def test_rows_of_tokens_and_sums_of_products_are_one_problem() -> None:
+    generator = torch.Generator().manual_seed(0)
+    fit, held = ([torch.randn(8, size, generator=generator) for size in (5, 3)] for _ in range(2))
+
+    def equations(own: _Rows | _Products, part: list[Tensor]) -> Any:
+        for a_RK, r_RD in zip(part[0].split(3), part[1].split(3), strict=True):
+            own.add(a_RK, r_RD)
+        return own.equations()
+
+    rows, products = ([equations(kind(5, 3), part) for part in (fit, held)] for kind in (_Rows, _Products))
+    pairs = [*zip(rows, products, strict=True), (rows[0].joined(rows[1]), products[0].joined(products[1]))]
+    for by_rows, by_products in pairs:
+        assert by_rows.scale == pytest.approx(by_products.scale)
+        delta_DK = by_products.solved(0.01)
+        assert torch.allclose(by_rows.solved(0.01), delta_DK, atol=1e-5)
+        assert by_rows.change(delta_DK) == pytest.approx(by_products.change(delta_DK), rel=1e-4)

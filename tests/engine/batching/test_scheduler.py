@@ -97,6 +97,7 @@ def random_request(choose: random.Random) -> Request:
         ("deepseek_v3", {}),
         ("minimax", {}),
         ("qwen3_next", {}),
+        ("lfm2_moe", {}),
     ],
 )
 def test_greedy_tokens_are_those_of_generate(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_random_schedules_give_each_request_what_it_gets_alone(engine: Engine, s
     check_random_schedule(engine, seed, shares=isinstance(engine.decoder, Decoder))
 
 
-@pytest.mark.parametrize("family", ["minimax", "qwen3_next"])
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next", pytest.param("lfm2_moe", marks=pytest.mark.slow)])
 def test_sequences_with_a_state_of_their_own_share_nothing(family: str, tmp_path: Path) -> None:
     """Preempted sequences, which are read again, share nothing either."""
     save_model(tmp_path, family)

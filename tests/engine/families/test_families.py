@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, FURTHER_FAMILIES, naive_ffn
+from conftest import FAMILIES, FURTHER_FAMILIES, GROUPS, naive_ffn
 from family_matrix import (
     COLUMNS,
     NOTES,
@@ -126,6 +126,11 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v2", "greedy", {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None}),
     ("deepseek_v2", "yarn, mscale", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
     ("glm4_moe", "neither norms nor biases", {"use_qk_norm": False, "attention_bias": False}),
+    (
+        "glm4_moe_lite",
+        "a dense layer between, halves rotated",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None, "rope_interleave": False} | GROUPS,
+    ),
     ("glm4_moe", "groups, yarn", {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     ("deepseek", "top-k renormalized", {"norm_topk_prob": True, "n_shared_experts": None}),
     ("granitemoeshared", "without a shared expert", {"shared_intermediate_size": 0, "attention_bias": True}),
@@ -146,6 +151,11 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         {"decoder_sparse_step": 2, "mlp_only_layers": [], "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
     ),
     ("qwen3_next", "a short filter, top-k as it is", {"linear_conv_kernel_dim": 2, "norm_topk_prob": False}),
+    (
+        "lfm2_moe",
+        "a long filter, top-k as it is",
+        {"conv_L_cache": 5, "norm_topk_prob": False, "tie_word_embeddings": False},
+    ),
     ("deepseek", "every second layer", {"moe_layer_freq": 2, "first_k_dense_replace": 0, "num_hidden_layers": 4}),
 ]
 
@@ -422,7 +432,7 @@ def test_decays_beside_the_weights_are_copied_and_an_outline_has_them_too(made_o
     assert len(checkpoint.derived) == 8 and all(torch.equal(tensors[name], own[name]) for name in checkpoint.derived)
 
 
-@pytest.mark.parametrize("family", ["minimax", "qwen3_next"])
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next", "lfm2_moe"])
 def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made_of: Any) -> None:
     checkpoint = made_of(family).checkpoint
     cache = KeyValueCache(checkpoint.config, 2, 16, torch.float32)
@@ -476,6 +486,50 @@ def test_the_published_qwen3_next_has_80_billion_parameters() -> None:
         decoder_config(raw | sizes | experts | delta | rotary | {"linear_num_key_heads": 24})
 
 
+# Short convolutions
+
+
+def test_the_published_lfm2_moe_has_8_billion_parameters() -> None:
+    """The keys are those of LFM2-8B-A1B."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"vocab_size": 65536, "intermediate_size": 7168, "max_position_embeddings": 128000, "norm_eps": 1e-5}
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
+    experts |= {"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+    kinds = ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]
+    raw = {"model_type": "lfm2_moe", "conv_bias": False, "conv_L_cache": 3, "layer_types": kinds, "rope_theta": 1000000.0}
+    config = decoder_config(raw | sizes | experts)
+    assert isinstance(config.transformers_config, PlainConfig), "transformers is not imported for it"
+    assert config.caching_layers == (2, 6, 10, 14, 18, 21) and config.head_dimension == 64 and config.tied_embeddings
+    assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 8.3
+    assert state_bytes(config, torch.bfloat16) == 18 * 4 * 2 * 2048
+    assert not decoder_config(raw | sizes | experts | {"tie_embedding": False}).tied_embeddings
+
+
+# Latent attention under other names
+
+
+def test_the_published_glm_4_7_flash_has_30_billion_parameters() -> None:
+    """The keys are those of GLM-4.7-Flash, which has `first_k_dense_replace` in the place of `mlp_layer_types`."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20}
+    sizes |= {"vocab_size": 154880, "intermediate_size": 10240, "max_position_embeddings": 202752}
+    experts = {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_shared_experts": 1}
+    experts |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc"}
+    latent = {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+    rotary = {"rope_theta": 1000000, "rope_scaling": None, "partial_rotary_factor": 1.0}
+    raw = {"model_type": "glm4_moe_lite", "num_nextn_predict_layers": 1, "hidden_act": "silu", "attention_bias": False}
+    raw |= sizes | experts | latent | rotary
+    config = decoder_config(raw)
+    assert isinstance(config.transformers_config, PlainConfig), "transformers is not imported for it"
+    assert config.moe_layers == tuple(range(1, 47)) and config.cached == (1, 512, 64) and config.prediction_layers == 1
+    assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 29.9
+    kinds = ["sparse", "dense"] * 23 + ["sparse"]
+    assert decoder_config(raw | {"mlp_layer_types": kinds}).moe_layers == tuple(range(0, 47, 2))
+    with pytest.raises(CheckpointError, match="mlp_layer_types"):
+        decoder_config(raw | {"mlp_layer_types": ["sparse"] * 46 + ["none"]})
+    with pytest.raises(UnsupportedError, match=r"partial_rotary_factor=0\.5"):
+        decoder_config(raw | {"partial_rotary_factor": 0.5})
+
+
 # Layers for multi-token prediction
 
 
@@ -516,6 +570,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": (
         {"full_attention_interval": 4, "use_sliding_window": False, "rope_scaling": None, "rope_theta": 10000.0},
         "mtp.layers.0.mlp.shared_expert_gate.weight",
+    ),
+    "deepseek_v32": (
+        {"ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "scoring_func": "sigmoid"}
+        | {"topk_method": "noaux_tc", "rope_theta": 10000, "pretraining_tp": 1},
+        "model.layers.3.eh_proj.weight",
+    ),
+    "glm4_moe_lite": (
+        {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "topk_method": "noaux_tc", "partial_rotary_factor": 1.0},
+        "model.layers.3.eh_proj.weight",
     ),
     "minimax_m2": (
         {"attn_type_list": [1, 1, 1], "scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"}

@@ -149,12 +149,14 @@ def test_a_bias_that_chooses_stays_float32_and_is_not_trained(tmp_path: Path) ->
     assert set(checkpoint.shapes) - set(names) == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek", "qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe"])
 def test_every_tensor_has_its_parameter(family: str, tmp_path: Path) -> None:
+    """A bias that selects experts has none."""
     save_reference(family, tmp_path)
     checkpoint = Checkpoint(tmp_path)
     found = parameters_on_disk(Decoder(checkpoint.config, checkpoint.source(torch.float32)))
-    assert {name: tuple(each.shape) for name, each in found.items()} == checkpoint.shapes
+    expected = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith("expert_bias")}
+    assert {name: tuple(each.shape) for name, each in found.items()} == expected
 
 
 def test_gates_of_sigmoid_scores_are_shares_of_them(tmp_path: Path) -> None:
@@ -185,6 +187,11 @@ def test_gates_of_sigmoid_scores_are_shares_of_them(tmp_path: Path) -> None:
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=true"),
         ("deepseek", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
         ("deepseek", {"head_dim": 4}, "head_dim=4"),
+        ("lfm2_moe", {"conv_bias": True}, "conv_bias=True"),
+        ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias=False"),
+        ("lfm2_moe", {"layer_types": ["conv", "full_attention", "linear_attention"]}, "linear_attention"),
+        ("lfm2_moe", {"layer_types": ["conv"] * 3}, "layer_types"),
+        ("qwen3_next", {"layer_types": ["conv", "full_attention", "linear_attention"]}, "conv"),
         ("deepseek", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         ("qwen3_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ],
@@ -205,6 +212,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(family: str, changes: dict[s
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         ("deepseek_v3", {"routed_scaling_factor": -1.0}, "routed_scaling_factor is -1.0"),
         ("glm4_moe", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
+        ("lfm2_moe", {"conv_L_cache": 0}, "conv_L_cache is 0"),
+        ("lfm2_moe", {"norm_eps": 2.0}, "norm_eps is 2.0"),
     ],
     ids=str,
 )

@@ -40,8 +40,8 @@ from engine.transformers_models.adapted_pass import adapted_pass
 from engine.transformers_models.expert_layers import find_layers, skeleton
 from engine.transformers_models.interface_families import interface_families
 
-HANDFUL = others_slow(("lfm2_moe", "nemotron_h", "gemma4", "qwen3_vl_moe"), "lfm2_moe", "nemotron_h", "gemma4")
-"""Short convolutions, experts without gate, probabilities in the place of logits with a scale of each expert, and a vision
+HANDFUL = others_slow(("exaone_moe", "nemotron_h", "gemma4", "qwen3_vl_moe"), "exaone_moe", "nemotron_h", "gemma4")
+"""A bias of the choice, experts without gate, probabilities in the place of logits with a scale of each expert, and a vision
 tower with stacked experts on disk."""
 FAMILIES = interface_families()
 REFUSED = {
@@ -126,7 +126,7 @@ def test_removing_experts_equals_masking_them(made: Any) -> None:
 def test_results_are_copies_of_stored_bytes(tmp_path: Path) -> None:
     """Vision towers and tensors that the model has no place for are copied; kept experts get new numbers only."""
     save_tiny(by_name("qwen3_vl_moe"), tmp_path / "stacked")
-    save_tiny(by_name("lfm2_moe"), tmp_path / "single")
+    save_tiny(by_name("exaone_moe"), tmp_path / "single")
     for name in ("stacked", "single"):
         stored = load_file(tmp_path / name / "model.safetensors")
         stored["model.layers.9.mlp.experts.0.w1.weight"] = torch.arange(6, dtype=torch.uint8).view(2, 3)
@@ -138,11 +138,11 @@ def test_results_are_copies_of_stored_bytes(tmp_path: Path) -> None:
         result = load_file(tmp_path / f"{name}-pruned" / "model.safetensors")
         changed = [key for key in result if key not in stored or not torch.equal(result[key], stored[key])]
         assert changed
-        assert all(".experts." in key or "gate" in key or "expert_bias" in key for key in changed)
+        assert all(".experts." in key or "gate" in key or "bias" in key for key in changed)
         for key in changed:
-            own = key.replace(".experts.1.", ".experts.2.").replace(".experts.0.", ".experts.1.")
             if ".experts.0." in key or ".experts.1." in key:
-                assert torch.equal(result[key], stored[own if ".experts.1." in key else key.replace(".0.w", ".1.w")])
+                origin = key.replace(".experts.1.", ".experts.2.").replace(".experts.0.", ".experts.1.")
+                assert torch.equal(result[key], stored[origin])
             elif ".experts." not in key or name == "stacked":
                 assert torch.equal(result[key], stored[key][[1, 2, 4, 7]])
         assert torch.equal(
@@ -152,7 +152,7 @@ def test_results_are_copies_of_stored_bytes(tmp_path: Path) -> None:
 
 def test_gates_scale_what_the_router_has_chosen(tmp_path: Path) -> None:
     """Routings that change a Selection work on a layer that transformers runs: a closed gate equals an expert of zeros."""
-    model = save_tiny(by_name("lfm2_moe"), tmp_path)
+    model = save_tiny(by_name("exaone_moe"), tmp_path)
     checkpoint, before = AdaptedCheckpoint(tmp_path), logits_of(model)
     first = checkpoint.found.experts[0]
     model.get_submodule(first.experts).down_proj.data[0] = 0.0
@@ -191,15 +191,15 @@ def test_probabilities_follow_from_the_weights(scores: Any) -> None:
     [
         ({"model_type": "some_moe"}, "'some_moe' has no row of its own here, and transformers"),
         ({"model_type": "some_moe", "auto_map": {"AutoModel": "a.B"}}, "code lies beside the weights .trust_remote_code."),
-        ({"quantization_config": {"quant_method": "fp8"}}, "lfm2_moe has a quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "exaone_moe has a quantization_config"),
         ({"model_type": "llama4"}, "text_config is missing"),
         ({"model_type": "bert"}, "a bert has no experts with the interface"),
         ({"model_type": "vit", "architectures": ["ViTModel"]}, "no class of a vit that reads text"),
-        ({"num_attention_heads": 5}, "a lfm2_moe cannot be examined without its weights"),
+        ({"num_attention_heads": 5}, "a exaone_moe cannot be examined without its weights"),
     ],
 )
 def test_models_that_do_not_fit_are_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    raw = json.loads(tiny_config("lfm2_moe").to_json_string())
+    raw = json.loads(tiny_config("exaone_moe").to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(raw | config))
     with pytest.raises(CompressError, match=message) as error:
         open_mixture_checkpoint(tmp_path)
@@ -207,9 +207,9 @@ def test_models_that_do_not_fit_are_refused_by_name(tmp_path: Path, config: dict
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    save_tiny(by_name("lfm2_moe"), tmp_path)
+    save_tiny(by_name("exaone_moe"), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    name = next(each for each in stored if each.endswith("operator_norm.weight"))
+    name = next(each for each in stored if each.endswith("input_layernorm.weight"))
     save_file({key: tensor for key, tensor in stored.items() if key != name}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
         AdaptedCheckpoint(tmp_path)
@@ -240,7 +240,7 @@ class _Copying(nn.Module):
 
 
 def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    save_tiny(by_name("lfm2_moe"), tmp_path / "full")
+    save_tiny(by_name("exaone_moe"), tmp_path / "full")
     checkpoint = AdaptedCheckpoint(tmp_path / "full")
     first, *others = checkpoint.config.moe_layers
     ragged = {first: [0, 1, 2]} | {layer: [0, 1, 2, 3] for layer in others}
@@ -249,7 +249,7 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (
             {layer: [3] for layer in checkpoint.config.moe_layers},
             PlanError,
-            "keeps 1 experts, and the router of a lfm2_moe needs 2",
+            "keeps 1 experts, and the router of a exaone_moe needs 2",
         ),
     ):
         with pytest.raises(error, match=message):

@@ -1,0 +1,105 @@
+"""`compress export --format gguf`: a GGUF file, read back and compared with the engine before it gets its name."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.export.parity import LENGTHS, TEXTS, Allowed, Reference, check_steps, compared, sequences
+from compress.options.export import GGUF_TYPES, GgufExportOptions
+from compress.run.claims import claiming
+from engine.checkpoint.artifact import check_file_output
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf_vocabulary import tokenizer_metadata, without_tokenizer
+from engine.checkpoint.gguf_writer import WRITTEN_TYPES, RoundedCheckpoint, tensor_types, write_gguf
+from engine.checkpoint.model_directory import resolve
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.decoder.model import own_routings
+from engine.errors import CompressError, ExportError, UnsupportedError
+from engine.families.gguf_description import described
+from engine.files.gguf_file import SUFFIX
+from engine.files.json_file import replacing
+from engine.generation.report import peak_memory_bytes
+from engine.progress import Progress, no_progress
+
+assert set(GGUF_TYPES) == set(WRITTEN_TYPES)
+_ALLOWED = Allowed(1e-4, 1e-4)
+"""Both sides compute in float32 with the numbers that the file keeps."""
+_TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "a", "")
+"""Texts whose tokens are compared."""
+
+
+def export_gguf(options: GgufExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Write the file and return the figures. Nothing is left where the file differs from the model."""
+    with claiming(file=options.output):
+        return _export(options, progress)
+
+
+def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
+    started = time.monotonic()
+    check_file_output(options.output, options.overwrite)
+    checkpoint, written = Checkpoint(resolve(options.model)), WRITTEN_TYPES[options.type]
+    try:
+        description = described(checkpoint.config)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{options.model}: {error}") from error
+    types, problem = tensor_types(description, written), None
+    try:
+        tokenizer = tokenizer_metadata(checkpoint)
+    except UnsupportedError as error:
+        tokenizer, problem = without_tokenizer(checkpoint), str(error)
+    about = {"general.name": Path(options.model).name.removesuffix(SUFFIX), "general.file_type": written.number}
+    with replacing(options.output, "GGUF file", SUFFIX) as partial:
+        write_gguf(partial, checkpoint, description, types, about | tokenizer, lambda each: progress(each, "writing"))
+        try:
+            _compare_tokens(checkpoint, partial, tokenizer)
+            rounded = RoundedCheckpoint(checkpoint.directory, description, types)
+            difference = _compare(rounded, Checkpoint(partial), progress)
+        except CompressError as error:
+            said = str(error).replace(str(partial), str(options.output))
+            raise ExportError(f"{options.output}: the file differs from the engine: {said}; it was removed") from error
+    return {
+        "artifact": str(options.output.absolute()),
+        "format": options.format,
+        "type": options.type,
+        "tensors_by_type": dict(Counter(kind.name for kind in types.values())),
+        "experts_per_layer": list(checkpoint.config.experts_per_layer),
+        "parameters": checkpoint.parameters,
+        "max_abs_logit_difference": difference,
+        "tokenizer_problem": problem,
+        "bytes": options.output.stat().st_size,
+        "seconds": time.monotonic() - started,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+@torch.inference_mode()
+def _compare(expected: Checkpoint, found: Checkpoint, progress: Progress) -> float:
+    """Return the largest |difference of a logit| for short texts. Raises ExportError for one beyond the limits."""
+    length = min(max(LENGTHS), expected.config.max_positions)
+    tokens_SL, names = sequences(expected.config.vocabulary_size, length, lambda: load_tokenizer(expected))
+    both = [
+        Reference(each, tokens_SL, own_routings(each.config, each.source(torch.float32)), lambda x: progress(x, "comparing"))
+        for each in (found, expected)
+    ]
+    with both[0].states, both[1].states:
+        rows = range(len(names))
+        logits = [[each.logits(row, 0, length) for row in rows] for each in both]
+    pairs = zip(names, *logits, strict=True)
+    steps = [compared("logits", f"a {name} text of {length} tokens", *pair) for name, *pair in pairs]
+    check_steps(steps, _ALLOWED)
+    return max(step.largest for step in steps)
+
+
+def _compare_tokens(checkpoint: Checkpoint, path: Path, tokenizer: dict[str, Any]) -> None:
+    """Raise ExportError if the tokenizer in the file gives a text other tokens than the model's own."""
+    if "tokenizer.ggml.tokens" not in tokenizer:
+        return
+    own, read = load_tokenizer(checkpoint), load_tokenizer(Checkpoint(path))
+    for text in _TEXTS:
+        if own(text)["input_ids"] != read(text)["input_ids"]:
+            raise ExportError(f"its tokenizer gives the text {text[:40]!r} other tokens")
