@@ -10,10 +10,11 @@ Shape suffixes: S sequences, B sequences of one batch, L positions, V vocabulary
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,13 +33,15 @@ from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.expert_layers import move_buffers, replaced_forwards
 from engine.transformers_models.transformers_model import quiet_transformers
 
+MOST_LOGITS = 1 << 26
+"""Maximum number of logits of a batch, if it has more than one sequence: 256 MB in float32."""
 Progress = Callable[[Iterable[int]], Iterable[int]]
 
 
 def visit_layers(checkpoint: Checkpoint, tokens_SL: Tensor, visit: Visit, **options: Any) -> None:
     """Run all sequences through all layers of any checkpoint, for the sake of `visit`; options: of `stream_layers`."""
     if isinstance(checkpoint, AdaptedCheckpoint):
-        adapted_pass(checkpoint, tokens_SL, visit, lambda rows, logits_BLV: None, **options)
+        adapted_pass(checkpoint, tokens_SL, visit, None, **options)
     else:
         stream_layers(checkpoint, tokens_SL, visit, **options).close()
 
@@ -72,7 +75,7 @@ def adapted_pass(
     checkpoint: AdaptedCheckpoint,
     tokens_SL: Tensor,
     visit: Visit,
-    finish: Callable[[slice, Tensor], None],
+    finish: Callable[[slice, Tensor], None] | None,
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -82,6 +85,7 @@ def adapted_pass(
 ) -> None:
     """Run all sequences through the model. `visit` sees each layer once; `finish` takes the logits [B, L, V] of each batch.
 
+    finish: None if no logits are needed; models that can leave them out then return those of the last position alone.
     directory: is made, for `visit`; an interrupted pass begins again. The hidden states of all sequences stay in memory.
     """
     if directory is not None:  # `visit` saves its results there
@@ -92,7 +96,7 @@ def adapted_pass(
     experts = {layer.index: layer for layer in checkpoint.found.experts}
     with ExitStack() as held, quiet_transformers():
         held.enter_context(checkpoint.loaded(model, None, dtype, device))
-        passes = held.enter_context(_passes(model, layers, tokens_SL, budget, device))
+        passes = held.enter_context(_passes(model, layers, tokens_SL, budget, device, needs_logits=finish is not None))
         for index in progress(range(len(layers))):
             with checkpoint.loaded(model, index, dtype, device), ExitStack() as visited:
                 checkpoint.read_ahead(index + 1)
@@ -102,9 +106,9 @@ def adapted_pass(
                 after = visit(index, cast(DecoderLayer, _Layer(block)))
                 for each in passes:
                     each.run_layer(index)
-                    if each.logits_BLV is not None:
+                    if each.logits_BLV is not None and finish is not None:
                         finish(each.rows, each.logits_BLV)
-                        each.logits_BLV = None
+                    each.logits_BLV = None
                 if after is not None:
                     after()
         if any(not each.is_over for each in passes):
@@ -113,12 +117,24 @@ def adapted_pass(
 
 @contextmanager
 def _passes(
-    model: Any, layers: nn.ModuleList, tokens_SL: Tensor, budget: MemoryBudget, device: torch.device | str
+    model: Any,
+    layers: nn.ModuleList,
+    tokens_SL: Tensor,
+    budget: MemoryBudget,
+    device: torch.device | str,
+    *,
+    needs_logits: bool,
 ) -> Iterator[list[_Pass]]:
     """Yield a pass for each batch, all of them stopped at their first layer. Passes that are not over end with the body."""
 
+    can_leave_out = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {} if needs_logits or not can_leave_out else {"logits_to_keep": 1}
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    if not options:  # all logits of a batch are in memory together
+        budget = replace(budget, tokens_per_batch=min(budget.tokens_per_batch, MOST_LOGITS // vocabulary))
+
     def forward(rows: slice) -> Tensor:
-        return cast(Tensor, model(input_ids=tokens_SL[rows].to(device), use_cache=False).logits)
+        return cast(Tensor, model(input_ids=tokens_SL[rows].to(device), use_cache=False, **options).logits)
 
     passes = [_Pass(rows, partial(forward, rows)) for rows in budget.batches(*tokens_SL.shape)]
     stops = {layer: partial(_stop_at, index, layer) for index, layer in enumerate(layers)}
