@@ -344,7 +344,7 @@ def _model_class(raw: Mapping[str, Any]) -> Any:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.can_generate():
             return found
-    raise UnsupportedError(f"transformers has no class of a {raw['model_type']} that reads text and returns logits")
+    raise UnsupportedError(f"no class of transformers for a {raw['model_type']} reads text and returns logits")
 
 
 def _conversions(model: Any) -> list[Any]:

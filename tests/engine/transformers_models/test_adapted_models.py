@@ -194,7 +194,7 @@ def test_probabilities_follow_from_the_weights(scores: Any) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "exaone_moe has a quantization_config"),
         ({"model_type": "llama4"}, "text_config is missing"),
         ({"model_type": "bert"}, "a bert has no experts with the interface"),
-        ({"model_type": "vit", "architectures": ["ViTModel"]}, "no class of a vit that reads text"),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "no class of transformers for a vit reads text"),
         ({"num_attention_heads": 5}, "a exaone_moe cannot be examined without its weights"),
     ],
 )
