@@ -201,6 +201,10 @@ BENCHMARKS = (
     ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(
+        *("interface_families", ("interface_families",), ("engine/transformers_models", "compress/plans", "tests/support")),
+        trial=("--families", "exaone_moe"),
+    ),
+    Benchmark(
         *("kill_runs", ("kill_runs",), ("engine/files", "compress/run", "compress/push.py", "calibrate")),
         trial=("--kills", "5"),
     ),

@@ -27,7 +27,7 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
-from engine.passes.streaming import stream_layers
+from engine.transformers_models.adapted_pass import visit_layers
 
 SIMILARITY_TOKENS = 256
 """Number of sampled tokens on which every expert of every layer runs, for CKA and mean outputs.
@@ -81,10 +81,9 @@ def collect(
         return finish
 
     kept = None if directory is None else processes.own_directory(directory, rows)
-    states = stream_layers(
+    visit_layers(
         checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, budget=budget, directory=kept, progress=progress
     )
-    states.close()
     for index in checkpoint.config.moe_layers:
         if index not in layers and directory is not None:  # saved before the interruption
             layers[index] = load_layer(directory / f"statistics-{index}.safetensors", index, checkpoint.config)
@@ -144,7 +143,7 @@ class LayerCollector:
         self.block, self.sample_T, self.seen = block, sample_T, 0
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=block.router_ND.device)
+            return torch.zeros(shape, dtype=torch.float64, device=block.device)
 
         self.tokens_routed, self.probability, self.routed_probability = zeros(experts), zeros(experts), zeros(experts)
         self.weight, self.weighted_norm = zeros(experts), zeros(experts)

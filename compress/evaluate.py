@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+from torch import Tensor
 
 from calibrate.batches import evaluation_windows
 from compress.options.evaluate import EvaluateOptions
 from compress.report.figures import EvaluateFigures, TaskFigures
-from compress.run.perplexity import exported_losses, routed_losses
+from compress.run.losses import Losses
+from compress.run.perplexity import exported_losses, losses, routed_losses
 from compress.tasks.run import require, run_tasks
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
@@ -20,6 +24,7 @@ from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 
 def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:
@@ -28,42 +33,27 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
     An export runs on the CPU for "auto" and has no memory limit.
     """
     started = time.monotonic()
-    directory, dtype, memory_limit = resolve(options.model), options.dtype, options.memory_limit
+    directory = resolve(options.model)
     exported = backend_of(directory, options.backend) == "onnx"
-    if exported and memory_limit is not None:
+    if exported and options.memory_limit is not None:
         raise OptionError(f"{options.model}: an exported model is read whole by onnxruntime; leave out --memory-limit")
     if exported and options.skip_threshold:
         raise OptionError("an exported model has a fixed skip threshold; give the skip threshold to the export")
-    described = ModelDirectory(directory) if exported else Checkpoint(directory)
+    described = ModelDirectory(directory) if exported else open_mixture_checkpoint(directory)
     filled = options.calibration.filled(described)
     assert filled.data is not None
     windows = evaluation_windows(filled, load_tokenizer(described), filled.samples, options.split)
     tokens = windows.tokens_SL
     share = None
     if isinstance(described, Checkpoint):
-        dtype = dtype or described.model_dtype
-        device, config = resolve_device(options.device), described.config
-        budget = budget_for(memory_limit, described, MemoryDemand(dtype, tokens.shape[1]))
-        tables = load_skip_tables(directory, config) if options.skip_threshold else None
-        own = own_routings(config, described.source(dtype, device))
-        threshold, kept, rule = options.skip_threshold, options.skip_min_experts, options.skip_rule
-        routings = skipping_routings(config, tables, threshold, kept, device, own=own, rule=rule)
-        losses, share = routed_losses(
-            described,
-            tokens,
-            routings,
-            dtype=dtype,
-            device=device,
-            budget=budget,
-            progress=lambda layers: progress(layers, "perplexity (layers)"),
-        )
+        found, share = _streamed(options, described, tokens, progress)
     else:
         decoder = open_exported(described, options.device, _dtype_name(options))
-        losses = exported_losses(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
+        found = exported_losses(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
     return {
         "metric": "perplexity",
-        "value": losses.perplexity,
-        "value_stderr": losses.standard_error(windows.documents_S),
+        "value": found.perplexity,
+        "value_stderr": found.standard_error(windows.documents_S),
         "tokens": windows.predictions,
         "documents": windows.documents,
         "skip_threshold": options.skip_threshold,
@@ -73,6 +63,30 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
         "split": options.split,
         "windows": filled.windows,
     }
+
+
+def _streamed(
+    options: EvaluateOptions, checkpoint: Checkpoint, tokens_SL: Tensor, progress: Progress
+) -> tuple[Losses, float | None]:
+    """Return the losses of a checkpoint, layer by layer, and the share of skipped experts; None where none can be."""
+    dtype, device, config = options.dtype or checkpoint.model_dtype, resolve_device(options.device), checkpoint.config
+    passing: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "budget": budget_for(options.memory_limit, checkpoint, MemoryDemand(dtype, tokens_SL.shape[1])),
+        "progress": lambda layers: progress(layers, "perplexity (layers)"),
+    }
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        if options.skip_threshold:
+            raise OptionError(
+                f"transformers runs a {checkpoint.model_type} and skips no experts; leave out --skip-threshold"
+            )
+        return losses(checkpoint, tokens_SL, **passing), None
+    tables = load_skip_tables(checkpoint.directory, config) if options.skip_threshold else None
+    own = own_routings(config, checkpoint.source(dtype, device))
+    threshold, kept, rule = options.skip_threshold, options.skip_min_experts, options.skip_rule
+    routings = skipping_routings(config, tables, threshold, kept, device, own=own, rule=rule)
+    return routed_losses(checkpoint, tokens_SL, routings, **passing)
 
 
 def evaluate_tasks(options: EvaluateOptions, progress: Progress = no_progress) -> TaskFigures:

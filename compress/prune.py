@@ -46,6 +46,7 @@ from engine.files.json_file import load_json
 from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,9 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     options.refit.check()
     if options.memory_limit is not None and (options.recover.steps or options.distill.steps):
         raise OptionError("recovery and distillation hold two models; leave out --memory-limit, or train afterwards")
-    checkpoint = open_mixture(options.model)
+    checkpoint = open_mixture(options.model, open_mixture_checkpoint)
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        _check_adapted(options, checkpoint)
     merges = METHODS[options.method].kind == "merge" or REMOVED_EXPERTS[options.merge] is not None
     if merges or options.distill.steps or options.quantiser is not None or options.refit.correct:
         check_plain(checkpoint)
@@ -239,6 +242,26 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     ready = Prunable(**vars(prepared), plan=plan, budget=budget, training_SL=texts[0], validation_VL=texts[1])
     _own_steps(options, ready)
     return ready
+
+
+def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None:
+    """Raise an error for options that need our own decoder, of a model that transformers runs."""
+    trains = options.recover.steps or options.distill.steps or options.refit.correct or options.quantiser is not None
+    if METHODS[options.method].kind == "merge" or options.merge != "none" or trains or options.shard:
+        raise checkpoint.refusal()
+    checkpoint.count_key  # noqa: B018 -- raises UnsupportedError where no expert can be removed
+    budget, fitting = options.budget, [name for name, method in METHODS.items() if method.from_statistics]
+    if budget is None:
+        return
+    if budget.granularity != "expert" or options.method not in fitting:
+        raise OptionError(
+            f"{options.method} needs our own decoder, and transformers runs a {checkpoint.model_type}; give --granularity "
+            f"expert --method {' or '.join(fitting)}"
+        )
+    if budget.scope != "uniform":
+        raise OptionError(
+            f"a {checkpoint.model_type} has one number of experts in config.json, the same for every layer; add --uniform"
+        )
 
 
 def _narrowest_plan(budget: Budget, config: DecoderConfig) -> Plan:

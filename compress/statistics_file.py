@@ -13,7 +13,6 @@ from compress.run.claims import claiming
 from compress.run.job import check_weights
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.artifact import check_file_output
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
@@ -21,6 +20,7 @@ from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
+from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
 
 
 def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progress) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progres
     with claiming(file=output):
         if processes.is_first():
             check_file_output(output, options.overwrite)
-        checkpoint = Checkpoint(resolve(options.model))
+        checkpoint = open_mixture_checkpoint(resolve(options.model))
         if not checkpoint.config.moe_layers:
             raise OptionError(f"{options.model}: is not a mixture of experts, so there is nothing to calibrate")
         filled = options.calibration.filled(checkpoint)

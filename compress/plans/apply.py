@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.plans.adapted import adapted_planned_config, apply_adapted, check_fits_adapted
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
 from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
@@ -41,6 +42,7 @@ from engine.files.json_file import write_json
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
 from engine.kernels.scheme import Scheme
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
 _RELEASE_EVERY_BYTES = 64 << 20
 
@@ -49,6 +51,9 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     """Raise PlanError unless the plan fits this checkpoint, and UnsupportedError where its family cannot store the
     result.
     """
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        check_fits_adapted(plan, checkpoint)
+        return
     row, config = checkpoint.config.architecture, checkpoint.config
     check_plan(plan, moe_configs(config), config.common_widths)
     if plan.kind == "dense" and row.not_dense is not None:
@@ -138,6 +143,8 @@ def _widths(plan: Plan, checkpoint: Checkpoint) -> dict[int, list[int]]:
 
 def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return config.json of the result."""
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        return adapted_planned_config(plan, checkpoint)
     raw = checkpoint.raw_config
     if not checkpoint.config.moe_layers:
         return raw  # the layers are dense already, and nothing is planned
@@ -204,6 +211,11 @@ def apply(
     `replaced`: trained tensors of the result by name, which are written as given. `quantiser`: rounds weights as they are
     written; weights that are low-bit already are copied.
     """
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        if replaced or quantiser is not None:
+            raise checkpoint.refusal()
+        apply_adapted(plan, checkpoint, directory, shard_bytes=shard_bytes, progress=progress)
+        return
     check_fits(plan, checkpoint)
     check_nothing_is_lost(plan, checkpoint)
     raw = planned_config(plan, checkpoint)

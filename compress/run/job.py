@@ -131,9 +131,12 @@ class Made:
     """Kinds of FFNs beside the routed experts whose hidden units the figures count (DecoderConfig.ffn_widths)."""
 
 
-def open_mixture(model: str) -> Checkpoint:
-    """Open the checkpoint of a mixture of experts. Raises a CompressError for any other model."""
-    checkpoint = Checkpoint(resolve(model))
+def open_mixture(model: str, opened: Callable[[Path], Checkpoint] = Checkpoint) -> Checkpoint:
+    """Open the checkpoint of a mixture of experts. Raises a CompressError for any other model.
+
+    opened: opens a directory; `open_mixture_checkpoint` also takes families that only transformers runs.
+    """
+    checkpoint = opened(resolve(model))
     if not checkpoint.config.moe_layers:
         raise OptionError(
             f"{model}: is not a mixture of experts ({checkpoint.config.architecture.model_type}), so it has no experts to "

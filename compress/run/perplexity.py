@@ -24,7 +24,8 @@ from engine.families.rotary_embedding import Rotary
 from engine.onnx.runtime import OnnxDecoder
 from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
-from engine.passes.streaming import Visit, stream_negative_log_likelihood
+from engine.passes.streaming import Visit
+from engine.transformers_models.adapted_pass import negative_log_likelihood
 
 PIECE = 512
 """Number of positions whose logits an exported model computes at a time."""
@@ -54,7 +55,7 @@ def losses(
     rows = processes.own_rows(*tokens_SL.shape, budget=budget)
     kept = None if directory is None else processes.own_directory(directory, rows)
     summed_S = torch.zeros(len(tokens_SL), dtype=torch.float64)
-    summed_S[rows] = stream_negative_log_likelihood(
+    summed_S[rows] = negative_log_likelihood(
         checkpoint,
         tokens_SL[rows],
         dtype=dtype,
@@ -151,7 +152,7 @@ def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -
         if not isinstance(block, MoeBlock):
             return None
         experts = len(block.experts)
-        total_N = torch.zeros(experts, dtype=torch.long, device=block.router_ND.device)
+        total_N = torch.zeros(experts, dtype=torch.long, device=block.device)
 
         def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
             chosen = selection.experts[selection.experts != NO_EXPERT]

@@ -42,10 +42,10 @@ from engine.checkpoint.artifact import (
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
-from engine.families.results import loading_note
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 SKIP_TABLE_SEQUENCES = 16
 """Number of sequences on which the result's own skip tables are measured."""
@@ -70,7 +70,7 @@ def _finished_before(
     if provenance is None or provenance.get("options") != options.recorded():
         return None
     source = provenance.get("source")
-    wanted = Checkpoint(resolve(options.model)).identity() if identity is None else identity()
+    wanted = open_mixture_checkpoint(resolve(options.model)).identity() if identity is None else identity()
     if not isinstance(source, dict) or any(source.get(key) != value for key, value in wanted.items()):
         return None
     check_checksums(options.output, provenance)
@@ -129,7 +129,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
     """Apply the plan into a temporary sibling directory, measure and describe the result, and rename the directory."""
     options, source = run.options, run.prepared.checkpoint
     if not processes.is_first():
-        _measured(run, Checkpoint(Path(processes.told())))
+        _measured(run, open_mixture_checkpoint(Path(processes.told())))
         return cast(ModelFigures, processes.told())
     with whole_or_nothing(options.output, options.overwrite) as directory:
         apply(
@@ -143,9 +143,9 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         for path in carried_files(source.files_directory):
             shutil.copyfile(path, directory / path.name)
         processes.told(str(directory.absolute()))
-        result = Checkpoint(directory)
+        result = open_mixture_checkpoint(directory)
         own, after = _measured(run, result)
-        if own is not None:
+        if own is not None and not isinstance(result, AdaptedCheckpoint):  # which skips nothing
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
         widest = source.config.widest_ffn()
@@ -258,7 +258,7 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
         f"{calibration.data}",
         "seconds": time.monotonic() - run.started,
         "peak_memory_bytes": peak_memory_bytes(),
-        "loading_note": loading_note(result.raw_config, bool(result.schemes)),
+        "loading_note": result.loading_note,
     }
     rounding: Mapping[str, object] = made.quantiser.figures(source, result) if made.quantiser else {}
     return cast(ModelFigures, {**own, **made.figures, **rounding})

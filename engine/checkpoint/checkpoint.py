@@ -248,6 +248,10 @@ class Checkpoint(ModelDirectory):
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
+    def piece_bytes(self, dtype: torch.dtype) -> int | None:
+        """Return the bytes of weights that are resident together; None for weights that are read tensor by tensor."""
+        return None
+
     def release(self) -> None:
         """Give resident pages of weights back to the operating system; tensors stay valid."""
         for file in self.files:

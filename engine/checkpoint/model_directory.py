@@ -19,6 +19,7 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.config import DecoderConfig
 from engine.families.resolve import decoder_config
+from engine.families.results import loading_note
 from engine.families.rotary_check import check_rotary
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_shapes import expected_tensors, expert_shapes
@@ -108,6 +109,11 @@ class ModelDirectory:
     def fewest_bits(self) -> Scheme | None:
         """Storage scheme with the lowest bit width; None if the model has no low-bit weights."""
         return min(self.schemes, default=None)
+
+    @property
+    def loading_note(self) -> str | None:
+        """The programs that load this model, as a clause; None if transformers loads it."""
+        return loading_note(self.raw_config, bool(self.schemes))
 
     @property
     def parameters(self) -> int:

@@ -247,6 +247,11 @@ class MoeBlock(nn.Module):
         return self.expert_observer is not None or self.unit_observer is not None
 
     @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.router_ND.device
+
+    @property
     def hidden_size(self) -> int:
         """Hidden size D."""
         return (self.router_ND if self.gate_hidden_HD is None else self.gate_hidden_HD).shape[1]

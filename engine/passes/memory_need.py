@@ -118,6 +118,8 @@ def _layer_activations(checkpoint: Checkpoint, layer: LayerConfig, demand: Memor
 
 def _largest_piece(checkpoint: Checkpoint, demand: MemoryDemand) -> int:
     """Return the bytes of weights that are resident together: one expert if mapped, one layer if converted."""
+    if (whole_layers := checkpoint.piece_bytes(demand.dtype)) is not None:
+        return whole_layers
     config, shapes, size = checkpoint.config, checkpoint.shapes, demand.dtype.itemsize
     layers = [layer_tensors(config, index) for index in range(len(config.layers))]
     head = math.prod(shapes["model.embed_tokens.weight"])

@@ -1,5 +1,9 @@
-"""Models that transformers runs: encoder-decoders and classifiers, opened and validated by this project.
+"""Models that transformers runs: encoder-decoders, classifiers and families without a row, opened and validated here.
 
 Start with `transformers_model.py`, which builds and checks any of them. `experts_implementation.py` is independent of them:
-it gives our expert kernels to any model of transformers.
+it gives our expert kernels to any model of transformers. Families without a row in engine/families are calibrated, evaluated
+and pruned through transformers: `interface_families.py` lists them, `expert_layers.py` finds their MoE layers,
+`adapted_checkpoint.py` opens their files with the numbers of `adapted_config.py`, `adapted_block.py` is the router and the
+experts of a layer, `adapted_pass.py` runs text through one layer after the other, and `stored_experts.py` takes experts out
+of the files.
 """

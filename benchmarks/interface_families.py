@@ -1,0 +1,64 @@
+"""The families of the installed transformers whose experts share its interface: tiny random models, calibrated and pruned.
+
+python benchmarks/interface_families.py [--families exaone_moe,nemotron_h]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from results import BUILD, ROOT, markdown, remember, remembered, save
+
+UNFINISHED = BUILD / "interface_families.jsonl"
+"""The families that an interrupted run has measured; a run continues there."""
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return the largest difference of a logit by family and column, and the families that are refused with the reason."""
+    found, refused = figures["families"], figures["refused"]
+    rows = [[f"`{name}`", *(f"{own[column]:.0e}" for column in figures["columns"])] for name, own in found.items()]
+    lines = [f"Refused: `{name}`: {reason}." for name, reason in refused.items()]
+    return "\n".join([markdown(["family", *figures["columns"]], rows), *lines]) + "\n"
+
+
+def in_text(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the number of families that have the interface, and of those that work."""
+    works, refused = len(figures["families"]), len(figures["refused"])
+    return {"all": str(works + refused), "works": str(works)}
+
+
+TABLES = {"interface_families": table}
+IN_TEXT = {"interface_families": in_text}
+
+
+def main() -> None:
+    import torch
+
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    from tiny_families import COLUMNS, measured
+
+    from engine.transformers_models.interface_families import interface_families
+
+    families = interface_families()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", default=",".join(family.name for family in families))
+    named = parser.parse_args().families.split(",")
+    torch.set_num_threads(1)
+    done = {line["family"]: line["found"] for line in remembered(UNFINISHED)}
+    for family in families:
+        if family.name in named and family.name not in done:
+            with tempfile.TemporaryDirectory() as temporary:
+                done[family.name] = measured(family, Path(temporary))
+            remember(UNFINISHED, {"family": family.name, "found": done[family.name]})
+    UNFINISHED.unlink()
+    found = {name: done[name] for name in named if isinstance(done[name], dict)}
+    refused = {name: done[name] for name in named if isinstance(done[name], str)}
+    save("interface_families", {"columns": list(COLUMNS), "families": found, "refused": refused})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Execute a Plan on a checkpoint that transformers runs: experts are removed from the files, and nothing else changes.
+
+The result is a plain checkpoint of its family, under the source's own names. Every tensor is a copy of stored bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.plans.plan import Plan, check_plan
+from compress.plans.selection import moe_configs
+from engine.errors import PlanError, UnsupportedError
+from engine.files.json_file import write_json
+from engine.files.safetensors_writer import ShardWriter
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.stored_experts import StoredResult, expert_places
+
+_RELEASE_EVERY_BYTES = 64 << 20
+_LEFT_OUT = "auto_map"
+"""Config key that names code beside the source's weights, which results do not have."""
+
+
+def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
+    """Raise PlanError unless the plan fits, UnsupportedError unless it only removes as many whole experts of each layer."""
+    check_plan(plan, moe_configs(checkpoint.config), checkpoint.config.common_widths)
+    experts = [expert for own in plan.layers.values() for expert in own]
+    rows = [expert.copied_row for expert in experts]
+    if plan.kind != "moe" or plan.common or any(each.origin != row for each, row in zip(experts, rows, strict=True)):
+        raise checkpoint.refusal()
+    model_type = checkpoint.model_type
+    if len(counts := {len(own) for own in plan.layers.values()}) > 1:
+        raise UnsupportedError(
+            f"{checkpoint.directory}: a {model_type} has one number of experts in config.json, and this plan keeps "
+            f"{min(counts)} to {max(counts)} in a layer; add --uniform"
+        )
+    least = checkpoint.config.architecture.least_experts
+    for layer, own in plan.layers.items():
+        if len(own) < least:
+            raise PlanError(f"plan, layer {layer}: keeps {len(own)} experts, and the router of a {model_type} needs {least}")
+        _check_groups(plan, checkpoint, layer)
+    expert_places(checkpoint)
+
+
+def _check_groups(plan: Plan, checkpoint: AdaptedCheckpoint, layer: int) -> None:
+    """Raise PlanError unless the kept experts are in order, as many of each group."""
+    groups = moe_configs(checkpoint.config)[layer].groups
+    found = [groups[int(expert.copied_row or 0)] for expert in plan.layers[layer]] if groups else []
+    each = len(found) // (max(groups) + 1) if groups else 0
+    if found != [number for number in range(max(groups, default=-1) + 1) for _ in range(each)]:
+        raise PlanError(f"plan, layer {layer}: a {checkpoint.model_type} needs equally many experts of each group, in order")
+
+
+def adapted_planned_config(plan: Plan, checkpoint: AdaptedCheckpoint) -> dict[str, Any]:
+    """Return config.json of the result."""
+    raw = checkpoint.count_key.changed(checkpoint.raw_config, len(next(iter(plan.layers.values()))))
+    return {key: value for key, value in raw.items() if key != _LEFT_OUT}
+
+
+def apply_adapted(
+    plan: Plan,
+    checkpoint: AdaptedCheckpoint,
+    directory: Path,
+    *,
+    shard_bytes: int,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> None:
+    """Write config and weights into an empty directory. Raises the errors of `check_fits_adapted`."""
+    check_fits_adapted(plan, checkpoint)
+    kept = {layer: [int(expert.copied_row or 0) for expert in own] for layer, own in plan.layers.items()}
+    result = StoredResult(checkpoint, kept)
+    with ShardWriter(directory, result.layout, shard_bytes) as writer:
+        for name in progress(list(result.layout)):
+            writer.add_rows(name, _releasing(checkpoint, result.pieces(name)))
+        checkpoint.release()
+    write_json(directory / "config.json", adapted_planned_config(plan, checkpoint))
+
+
+def _releasing(checkpoint: AdaptedCheckpoint, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the pieces unchanged, and release the source's mapped pages between them."""
+    read = 0
+    for piece in pieces:
+        yield piece
+        read += piece.nbytes
+        if read >= _RELEASE_EVERY_BYTES:
+            del piece
+            checkpoint.release()
+            read = 0

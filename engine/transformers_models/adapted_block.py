@@ -1,0 +1,158 @@
+"""The MoE block of a layer that transformers runs, as calibration and criteria see it: router, experts and observers.
+
+The router is a module of transformers, and so is everything around the experts. The experts run here, expert by expert, so
+that each one's outputs can be observed and its weights changed.
+
+Shape suffixes: T tokens, D size of the experts' input, S slots, N experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.decoder.experts import MoeBlock, route_through
+from engine.decoder.routing import NO_EXPERT, Gate, Selection, select, sigmoid_shares, softmax
+from engine.errors import UnsupportedError
+from engine.kernels.kernel_choice import TORCH, KernelChoice
+from engine.transformers_models.expert_layers import ExpertLayer, is_routing, replaced_forwards
+from engine.transformers_models.experts_implementation import StackedExperts
+
+_PROPORTIONAL = 1e-3
+"""Largest relative difference for which two functions of router logits count as proportional."""
+
+
+class OwnRouting:
+    """The choice of the layer's router for the tokens that it has just seen, as a Routing.
+
+    Slots are sorted by weight, largest first. Routings that only change a Selection, such as `Gated` and `Skipping`, can
+    have this one as their base; those that change logits cannot.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+        self.logits_TN = torch.empty(0)
+        self.selection = Selection(torch.empty(0), torch.empty(0))
+        self._gate: Gate | None = None
+
+    def see(self, logits: Tensor, weights: Tensor, indices: Tensor) -> None:
+        """Take the outputs of the router. Logits after those of the experts, such as that of an empty slot, are left out."""
+        experts_TS = indices.reshape(-1, indices.shape[-1]).long()
+        weights_TS = weights.reshape(experts_TS.shape).to(torch.promote_types(weights.dtype, torch.float32))
+        experts_TS = experts_TS.masked_fill((experts_TS < 0) | (experts_TS >= self.experts), NO_EXPERT)
+        weights_TS, order_TS = weights_TS.sort(dim=-1, descending=True, stable=True)
+        self.selection = Selection(experts_TS.gather(-1, order_TS), weights_TS)
+        self.logits_TN = logits.reshape(-1, logits.shape[-1])[:, : self.experts]
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        """Return the router's selection. Raises UnsupportedError for other logits than the router's."""
+        if logits_TN is not self.logits_TN:
+            raise UnsupportedError("the router of a model that transformers runs cannot choose by other logits than its own")
+        return self.selection
+
+    def probabilities(self, logits_TN: Tensor) -> Tensor:
+        """Return the router's probability of each expert, [T, N].
+
+        The function of the logits is the one that the weights of the first tokens are proportional to.
+        """
+        if self._gate is None:
+            self._gate = _gate_of(logits_TN, self.selection)
+        return self._gate(logits_TN)
+
+
+def _gate_of(logits_TN: Tensor, selection: Selection) -> Gate:
+    """Return the function from logits to probabilities of a router whose outputs are known."""
+    wide_TN = logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32))
+    if bool((wide_TN >= 0).all()) and torch.allclose(wide_TN.sum(-1), torch.ones(()).to(wide_TN), atol=1e-2):
+        return _shares  # the router returns probabilities in the place of logits
+    is_empty_TS = selection.experts == NO_EXPERT
+    candidates: tuple[tuple[Gate, Gate], ...] = (
+        (softmax, softmax),
+        (torch.sigmoid, sigmoid_shares),
+        (_root_softplus, _shares_of_root),
+    )
+    for scores, gate in candidates:
+        chosen_TS = scores(wide_TN).gather(-1, selection.experts.clamp_min(0))
+        ratios_TS = selection.weights / chosen_TS.clamp_min(torch.finfo(torch.float32).tiny)
+        spread_T = ratios_TS.masked_fill(is_empty_TS, -torch.inf).amax(-1) - ratios_TS.masked_fill(
+            is_empty_TS, torch.inf
+        ).amin(-1)
+        if bool((spread_T <= _PROPORTIONAL * ratios_TS.abs().amax(-1)).all()):
+            return gate
+    return softmax
+
+
+def _shares(logits: Tensor) -> Tensor:
+    """Return numbers that are not negative divided by their sum."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide / (wide.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+def _root_softplus(logits: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(logits).sqrt()
+
+
+def _shares_of_root(logits: Tensor) -> Tensor:
+    return _shares(_root_softplus(logits.to(torch.promote_types(logits.dtype, torch.float32))))
+
+
+class AdaptedBlock(MoeBlock):
+    """The router and the experts of one layer of a model of transformers.
+
+    `routing`, `observer` and `expert_observer` work as those of a MoeBlock. `running` puts the block into the model.
+    """
+
+    def __init__(self, model: Any, layer: ExpertLayer) -> None:
+        """model: of transformers, with the weights of this layer."""
+        nn.Module.__init__(self)
+        self.layer, self.own = layer, OwnRouting(layer.count)
+        self.routing = self.own
+        self._router, self._module = model.get_submodule(layer.router), model.get_submodule(layer.experts)
+        self.experts = cast("nn.ModuleList", StackedExperts(self._module))
+        self.observer = self.expert_observer = self.unit_observer = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of the experts' input, D."""
+        return self.layer.hidden_size
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        found: torch.device = self._module.down_proj.device
+        return found
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run this block in the place of the layer's experts during the body."""
+        handle = self._router.register_forward_hook(self._saw_router)
+        try:
+            with replaced_forwards({self._module: self._run_experts}):
+                yield
+        finally:
+            handle.remove()
+
+    def _saw_router(self, module: nn.Module, given: Any, made: Any) -> None:
+        assert is_routing(made)
+        self.own.see(*made[:3])
+
+    def _run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits_TN = self.own.logits_TN
+        selection = select(self.routing, x_TD, logits_TN)
+        if self.observer is not None:
+            self.observer(x_TD, logits_TN, selection)
+        return route_through(x_TD, selection, self.experts, self.expert_observer).view_as(hidden_states)
+
+    def outputs(self, x_TD: Tensor) -> Iterator[Tensor]:
+        """Yield each expert's output for all tokens, [T, D], with a weight of one."""
+        for index in range(len(self.experts)):
+            yield self.experts[index](x_TD, TORCH)
+
+    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
+        """Raise UnsupportedError: the model of transformers runs this block."""
+        raise UnsupportedError("the block of a model that transformers runs is run by that model")

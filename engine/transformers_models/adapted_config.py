@@ -1,0 +1,136 @@
+"""The numbers of a model that transformers runs, as a DecoderConfig: its sizes and its MoE layers.
+
+No decoder is built from this config. Methods, budgets, plans and figures read the MoE layers; estimates of memory read the
+sizes of attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from engine.errors import UnsupportedError
+from engine.families.architecture import Architecture
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import LayerConfig, MoeConfig, Multipliers
+from engine.families.router import TopK
+from engine.families.values import positive
+from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers
+
+_REASON = "transformers runs its decoder here"
+_GROUPS = (("n_group", "topk_group"),)
+"""Config keys of the number of groups of experts, and of the groups that a token's experts come from."""
+_UNKNOWN_LENGTH = 1 << 20
+"""Number of positions of a model whose config sets no maximum."""
+
+
+def text_path(config: Any) -> tuple[str, ...]:
+    """Return the keys that lead from a config of transformers to that of the language model within it."""
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return ()
+    for key in config.sub_configs:
+        own = getattr(config, key, None)
+        if own is text:
+            return (key,)
+        if own is not None and (path := text_path(own)) and own.get_text_config(decoder=True) is text:
+            return (key, *path)
+    raise UnsupportedError(f"the language model's own config within that of a {config.model_type} is not found")
+
+
+def adapted_config(config: Any, model_class: str, found: FoundLayers) -> DecoderConfig:
+    """Return the numbers of a model.
+
+    config: of transformers. found: its MoE layers. Raises UnsupportedError for a config without a size that is needed.
+    """
+    text = config.get_text_config(decoder=True)
+    values = SimpleNamespace(**text.to_dict())  # of the whole model, where layers have their own
+    heads, sizes = getattr(values, "num_attention_heads", 1), {layer.hidden_size for layer in found.experts}
+    if len(sizes) > 1:
+        raise UnsupportedError(
+            f"the experts of a {config.model_type} take inputs of {sorted(sizes)} numbers, not of one size"
+        )
+    experts = {layer.index: layer for layer in found.experts}
+    length = getattr(values, "max_position_embeddings", None)
+    return DecoderConfig(
+        architecture=Architecture(
+            config.model_type,
+            model_class,
+            router=RouterOfTransformers(least=least_experts(text, found.experts)),
+            not_dense=_REASON,
+            not_onnx=_REASON,
+        ),
+        vocabulary_size=positive(values, "vocab_size"),
+        hidden_size=max(sizes),
+        attention_heads=heads,
+        key_value_heads=heads,
+        head_dimension=-(-positive(values, "hidden_size") // heads),
+        rotary_dimension=0,
+        rotary_pairs=False,
+        latent=None,
+        qk_norm="none",
+        norm_epsilon=0.0,
+        qkv_bias=False,
+        output_bias=False,
+        head_bias=False,
+        clip_qkv=None,
+        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        max_positions=length if isinstance(length, int) and length > 1 else _UNKNOWN_LENGTH,
+        prediction_layers=0,
+        layers=tuple(_layer(text, experts.get(index)) for index in range(found.count)),
+        multipliers=Multipliers(),
+        temperature=None,
+        has_sinks=False,
+        output_gate=False,
+        layer_norm=False,
+        zero_centered=False,
+        rope_mscales=False,
+        dense_positions=None,
+        transformers_config=text,
+    )
+
+
+def _layer(text: Any, experts: ExpertLayer | None) -> LayerConfig:
+    if experts is None:
+        return LayerConfig(window=None, moe=None, dense_width=0)
+    groups, per_token = groups_of(text)
+    each = experts.count // groups
+    moe = MoeConfig(
+        experts=experts.count,
+        experts_per_token=experts.per_token,
+        expert_width=experts.width,
+        normalise_top_k=False,
+        groups=tuple(expert // each for expert in range(experts.count)) if groups > 1 else (),
+        groups_per_token=per_token,
+    )
+    return LayerConfig(window=None, moe=moe, dense_width=0)
+
+
+def groups_of(text: Any) -> tuple[int, int]:
+    """Return the number of groups of experts, and how many of them a token's experts come from; (1, 1) without groups."""
+    for count, per_token in _GROUPS:
+        found = getattr(text, count, None), getattr(text, per_token, None)
+        if all(type(number) is int and number >= 1 for number in found):
+            return found  # type: ignore[return-value]
+    return 1, 1
+
+
+def least_experts(text: Any, layers: tuple[ExpertLayer, ...]) -> int:
+    """Return the smallest number of experts for which the model's own router works.
+
+    A router takes k experts of each token, from the token's best groups. Routers with groups judge each group by its two
+    best experts, also if all experts are in one group.
+    """
+    per_token = max(layer.per_token for layer in layers)
+    if not any(hasattr(text, key) for key, _ in _GROUPS):
+        return per_token
+    groups, used = groups_of(text)
+    return groups * max(2, -(-per_token // used))
+
+
+@dataclass(frozen=True)
+class RouterOfTransformers(TopK):
+    """A router that only transformers runs."""
+
+    least: int = 1  # type: ignore[misc]

@@ -1,0 +1,97 @@
+"""`compress calibrate`, `evaluate` and `prune` of a family that only transformers runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_families import by_name, loaded, save_tiny
+from tokenizers_for_tests import VOCABULARY, add_tokenizer
+
+from calibrate.options import CalibrationOptions
+from calibrate.statistics import load_statistics
+from compress.evaluate import evaluate_model
+from compress.options.calibrate import CalibrateOptions
+from compress.options.evaluate import EvaluateOptions
+from compress.options.prune import PruneOptions
+from compress.options.refit import RefitOptions
+from compress.options.training import RecoverOptions
+from compress.plans.selection import Budget
+from compress.prune import prune
+from compress.statistics_file import calibrate_to_file
+from engine.errors import CompressError, OptionError
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+
+TEXT = CalibrationOptions(data="stdlib", samples=3, sequence_length=24, evaluation_samples=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapted")
+    save_tiny(by_name("exaone_moe"), path, vocab_size=VOCABULARY)
+    add_tokenizer(path)
+    return path
+
+
+def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
+    budget = Budget(experts=5, scope="uniform", min_experts=0)
+    made = PruneOptions(model=str(model), output=output, calibration=TEXT, method="reap", budget=budget)
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "fisher"}, "fisher needs our own decoder, .* give --granularity expert --method frequency or"),
+        ({"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")}, "unit-obs needs our own decoder"),
+        (
+            {"budget": Budget(experts=5, min_experts=0)},
+            "a exaone_moe has one number of experts in config.json, .* add --uniform",
+        ),
+        (
+            {"budget": Budget(experts=1, scope="uniform", min_experts=1)},
+            "min-experts is 1; the router of a exaone_moe takes 2",
+        ),
+        ({"merge": "cka"}, "a exaone_moe runs through transformers here"),
+        ({"recover": RecoverOptions(steps=1)}, "a exaone_moe runs through transformers here"),
+        ({"refit": RefitOptions(correct=True)}, "a exaone_moe runs through transformers here"),
+    ],
+)
+def test_what_needs_our_own_decoder_is_refused(model: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompressError, match=message):
+        prune(_options(model, tmp_path / "result", **changes))
+    assert not (tmp_path / "result").exists()
+
+
+def test_skipping_is_refused(model: Path) -> None:
+    with pytest.raises(OptionError, match="transformers runs a exaone_moe and skips no experts"):
+        evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, skip_threshold=1.0))
+
+
+def test_the_memory_limit_counts_whole_layers(model: Path) -> None:
+    with pytest.raises(OptionError, match=r"memory-limit is 0\.01GB, and this needs"):
+        evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, memory_limit=10_000_000))
+
+
+@pytest.mark.slow
+def test_commands_work_through_transformers(model: Path, tmp_path: Path) -> None:
+    """Pruned by given statistics; perplexities are those of transformers' own logits."""
+    calibrate_to_file(CalibrateOptions(model=str(model), output=tmp_path / "statistics", calibration=TEXT))
+    checkpoint = AdaptedCheckpoint(model)
+    statistics = load_statistics(tmp_path / "statistics", checkpoint.config)
+    figures = prune(_options(model, tmp_path / "result", statistics=tmp_path / "statistics"))
+    assert figures["experts_per_layer"] == [5, 5, 5]
+    result = loaded(by_name("exaone_moe"), tmp_path / "result")
+    assert result.config.num_experts == 5
+    for own in statistics.layers.values():
+        assert int(own.tokens_routed.sum()) == 2 * int(own.tokens)
+    own = evaluate_model(
+        EvaluateOptions(model=str(tmp_path / "result"), calibration=replace(TEXT, samples=2), split="held-out")
+    )
+    assert own["value"] == pytest.approx(figures["perplexity_after"], rel=1e-4)
+    with torch.no_grad():
+        tokens_SL = torch.randint(3, VOCABULARY, (1, 8))
+        assert result(input_ids=tokens_SL).logits.isfinite().all()

@@ -1,0 +1,285 @@
+"""Tiny random models of every family of the installed transformers whose experts share an interface, from its config class.
+
+A tiny config is the family's default config with small sizes; what a family asks for besides is in CHANGES. `masked` gives
+the reference for removed experts: the whole model, whose routers cannot choose them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from compress.plans.apply import apply
+from compress.plans.plan import pruning_plan
+from compress.plans.selection import moe_configs
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.errors import UnsupportedError
+from engine.passes.memory_budget import MemoryBudget
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.adapted_pass import adapted_pass
+from engine.transformers_models.expert_layers import replaced_forwards
+from engine.transformers_models.interface_families import Family, interface_families
+from engine.transformers_models.transformers_model import quiet_transformers
+
+LAYERS, EXPERTS, VOCABULARY = 4, 8, 96
+SIZES: tuple[tuple[str, int], ...] = (
+    ("num_hidden_layers|n_layer|num_layers", LAYERS),
+    ("depth|num_decoder_layers|encoder_layers|num_stages", 2),
+    ("vocab_size|vocab_size_per_layer_input", VOCABULARY),
+    ("num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_moe_experts|n_experts", EXPERTS),
+    ("num_experts_per_tok(en)?|experts_per_token|moe_topk|moe_k|top_k_experts|moe_top_k|moe_router_topk|topk|top_k", 2),
+    ("n_shared_experts|num_shared_experts|moe_num_shared_experts|num_shared_expert", 1),
+    ("n_group|num_expert_group|moe_n_group", 2),
+    ("topk_group|first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
+    (".*(intermediate_size|intermediate_dim|ffn_dim|ffn_hidden_size|expert_dim)(_mlp)?", 16),
+    (".*lora_rank", 16),
+    ("qk_rope_head_dim|qk_nope_head_dim", 4),
+    ("qk_head_dim|v_head_dim|(index|indexer)_head_dim|indexer_dim|index_topk", 8),
+    ("index_n_heads|index_num_heads|indexer_num_heads", 2),
+    ("(linear_|global_|swa_)?(key_|value_|v_)?head_dim|linear_(key|value)_head_dim", 8),
+    ("linear_num_key_heads|(swa_)?num_(global_)?key_value_heads|n_kv_heads", 2),
+    ("linear_num_value_heads|(swa_)?num_attention_heads|n_heads|num_heads|encoder_attention_heads", 4),
+    ("hidden_size|d_model|embed_dim|moe_latent_size|moe_hidden_size|router_hidden_size|out_hidden_size|output_dim", 32),
+    ("hidden_size_per_layer_input", 8),
+    ("max_position_embeddings", 64),
+    ("sliding_window.*|attention_chunk_size|local_window.*", 8),
+    ("mamba_num_heads|mamba_n_heads|mamba_dt_rank", 4),
+    ("mamba_head_dim|mamba_d_head", 16),
+    ("ssm_state_size|mamba_d_state|chunk_size|mamba_chunk_size", 8),
+    ("n_groups|mamba_n_groups", 1),
+    ("mamba_expand|expand", 2),
+    (".*(nextn|mtp).*(layers|modules)", 0),
+    ("image_size|img_size", 28),
+    ("patch_size", 14),
+)
+"""Patterns of config keys, with the size of a tiny model."""
+_GEMMA = {"num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": 16}
+_SPARSE = ["dense", "sparse", "sparse", "sparse"]
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_ocr2": {"num_experts_per_tok": 2, "mlp_layer_types": _SPARSE},
+    "diffusion_gemma": _GEMMA,
+    "ernie4_5_vl_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    "gemma4_text": _GEMMA | {"enable_moe_block": True},
+    "glm4v_moe": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "deepseek_v2": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    "glm5_next": {"num_key_value_heads": 4, "index_topk": 16},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": EXPERTS, "moe_topk": 2, "eod_token_id": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Entries of the language model's config that a family needs besides."""
+TOKENS_SL = torch.randint(3, 90, (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """Return a tiny config of a family."""
+    from transformers import CONFIG_MAPPING
+
+    small = _small(CONFIG_MAPPING[model_type]())
+    text = small["text_config"] if isinstance(small.get("text_config"), dict) else small
+    if text.get("kv_lora_rank"):
+        text["num_key_value_heads"] = text["num_attention_heads"]
+        if "head_dim" in text:
+            text["head_dim"] = text.get("qk_rope_head_dim", 4)
+    text |= {**CHANGES.get(model_type, {}), **changes}
+    return CONFIG_MAPPING[model_type](**small)
+
+
+def _small(config: Any) -> dict[str, Any]:
+    """Return the entries of a config whose values change."""
+    from transformers import PreTrainedConfig
+
+    found: dict[str, Any] = {}
+    values = config.to_dict() | {key: value for key, value in vars(config).items() if not key.startswith("_")}
+    for key, value in values.items():
+        if isinstance(value, PreTrainedConfig):
+            found[key] = _small(value)
+        elif re.fullmatch(".*token_(id|ids|index)", key):
+            found |= _entry(key, _tokens(value), value)
+        elif isinstance(value, list) and len(value) > 8 and re.search("layer|pattern|ratio|type", key):
+            kinds = list(dict.fromkeys(map(str, value)))
+            if isinstance(value[0], str | int) and len(kinds) <= LAYERS:
+                each = [next(one for one in value if str(one) == kind) for kind in kinds]
+                found[key] = [*each, *value[len(value) - LAYERS + len(each) :]][:LAYERS]
+        elif type(value) is int and value:
+            size = next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), value)
+            found |= _entry(key, min(size, value) if re.search("group|shared|first_k", key) else size, value)
+    return found
+
+
+def _entry(key: str, small: Any, value: Any) -> dict[str, Any]:
+    return {} if small == value else {key: small}
+
+
+def _tokens(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_tokens(each) for each in value]
+    return min(value, VOCABULARY - 1) if isinstance(value, int) else value
+
+
+def save_tiny(family: Family, path: Path, **changes: Any) -> Any:
+    """Save a tiny random model of a family as transformers does; return the model that transformers loads from there."""
+    import transformers
+
+    model_class = getattr(transformers, family.model_class)
+    torch.manual_seed(0)
+    with quiet_transformers():
+        model = model_class(tiny_config(family.model_type, **changes)).eval()
+        generator = torch.Generator().manual_seed(2)
+        for name, tensor in model.named_parameters():
+            if tensor.is_floating_point():
+                scale = 0.3 / max(1, tensor.shape[-1] if tensor.dim() else 1) ** 0.5
+                offset = 1.0 if tensor.dim() == 1 and "norm" in name and name.endswith("weight") else 0.0
+                tensor.data = (torch.randn(tensor.shape, generator=generator) * scale + offset).to(tensor.dtype)
+        model.save_pretrained(path)
+        return loaded(family, path)
+
+
+def loaded(family: Family, path: Path) -> Any:
+    """Return the model in a directory, as transformers loads it."""
+    import transformers
+
+    with quiet_transformers():
+        return getattr(transformers, family.model_class).from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> Tensor:
+    """Return the logits of TOKENS_SL, [S, L, V]."""
+    made: Tensor = model(input_ids=TOKENS_SL, use_cache=False).logits
+    return made
+
+
+def some_removed(checkpoint: AdaptedCheckpoint) -> dict[int, list[int]]:
+    """Return about five eighths of the experts of each layer, other ones in each, as many of each group."""
+    kept, least = {}, checkpoint.config.architecture.least_experts
+    for layer, moe in moe_configs(checkpoint.config).items():
+        groups = max(moe.groups, default=0) + 1
+        each, size = max(-(-5 // groups), -(-least // groups)), moe.experts // groups
+        generator = torch.Generator().manual_seed(layer)
+        chosen = [torch.randperm(size, generator=generator)[:each] + group * size for group in range(groups)]
+        kept[layer] = sorted(int(expert) for own in chosen for expert in own)
+    return kept
+
+
+class _MaskedLogits(TorchFunctionMode):
+    """Makes the router's first product with an entry for each expert −∞ for removed experts."""
+
+    def __init__(self, removed: list[int], size: int) -> None:
+        super().__init__()
+        self.removed, self.size, self.is_done = removed, size, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        products = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+        if not self.is_done and func in products and made.shape[-1] == self.size:
+            self.is_done, made = True, made.index_fill(-1, torch.tensor(self.removed), -torch.inf)
+        return made
+
+
+@contextmanager
+def masked(model: Any, checkpoint: AdaptedCheckpoint, kept: Mapping[int, list[int]]) -> Iterator[None]:
+    """Let no router of a model of transformers choose the experts that are not kept, during the body.
+
+    Their logits are −∞, and so are their biases, which are added after a sigmoid.
+    """
+    functions, biases = {}, []
+    for layer in checkpoint.found.experts:
+        removed = [expert for expert in range(layer.count) if expert not in kept[layer.index]]
+        place = f"{checkpoint.found.layers}.{layer.index}."
+        axes = {name: axis for name, axis in checkpoint.count_key.axes.items() if name.startswith(place)}
+        router = model.get_submodule(layer.router)
+        size = layer.count + max(axis.further for axis in axes.values())
+        functions[router] = partial(_routed, type(router).forward, router, removed, size)
+        for name, axis in axes.items():
+            own = name.rpartition(".")[2]
+            if "bias" in own and not name.startswith(f"{layer.experts}.") and name != f"{layer.router}.bias":
+                tensor = model.get_parameter_or_buffer(name)
+                biases.append((tensor, tensor.data.clone()))
+                tensor.data.index_fill_(axis.axis, torch.tensor(removed), -torch.inf)
+    try:
+        with replaced_forwards(functions):
+            yield
+    finally:
+        for tensor, before in biases:
+            tensor.data.copy_(before)
+
+
+def _routed(forward: Any, router: Any, removed: list[int], size: int, *given: Any, **options: Any) -> Any:
+    with _MaskedLogits(removed, size) as mode:
+        made = forward(router, *given, **options)
+    assert mode.is_done, "the router's logits are no product of its input"
+    return made
+
+
+def by_name(name: str) -> Family:
+    """Return a family of the installed transformers."""
+    return next(family for family in interface_families() if family.name == name)
+
+
+def through_layers(checkpoint: Checkpoint) -> Tensor:
+    """Return the logits of TOKENS_SL from a pass that has one layer in memory at a time, in batches of one sequence."""
+    assert isinstance(checkpoint, AdaptedCheckpoint)
+    found: list[Tensor] = []
+    adapted_pass(
+        *(checkpoint, TOKENS_SL, lambda index, layer: None, lambda rows, logits_BLV: found.append(logits_BLV)),
+        dtype=torch.float32,
+        budget=MemoryBudget(tokens_per_batch=TOKENS_SL.shape[1]),
+    )
+    return torch.cat(found)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of a logit."""
+    return float((found - expected).abs().max())
+
+
+COLUMNS = ("layer by layer", "pruned, in transformers", "pruned, layer by layer")
+
+
+def measured(family: Family, path: Path) -> dict[str, float] | str:
+    """Return the largest difference of a logit from the reference in each column, or why the family is refused.
+
+    Calibration and perplexity go layer by layer. The reference of pruned results is the whole model whose routers cannot
+    choose the removed experts.
+    """
+    if not family.model_type:
+        return "none of its classes returns logits for text"
+    model = save_tiny(family, path / "full")
+    try:
+        checkpoint = AdaptedCheckpoint(path / "full")
+        found = {COLUMNS[0]: difference(through_layers(checkpoint), logits_of(model))}
+        kept = some_removed(checkpoint)
+        (path / "pruned").mkdir()
+        apply(pruning_plan(kept), checkpoint, path / "pruned")
+    except UnsupportedError as error:
+        return str(error).removeprefix(f"{path / 'full'}: ")
+    with masked(model, checkpoint, kept):
+        reference = logits_of(model)
+    pruned = AdaptedCheckpoint(path / "pruned")
+    found[COLUMNS[1]] = difference(logits_of(loaded(family, path / "pruned")), reference)
+    return found | {COLUMNS[2]: difference(through_layers(pruned), reference)}
