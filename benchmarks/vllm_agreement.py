@@ -41,7 +41,8 @@ IN_VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
 asked = json.loads(sys.stdin.read())
-model = LLM(model=asked["model"], dtype=asked["dtype"], enforce_eager=True, max_model_len=512)
+model = LLM(model=asked["model"], dtype=asked["dtype"], enforce_eager=True, max_model_len=512,
+            gpu_memory_utilization=0.3)
 sampling = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)
 made = model.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], sampling)
 print(json.dumps([list(each.outputs[0].token_ids) for each in made]))
@@ -66,7 +67,9 @@ def version(python: str) -> str | None:
 
 def written_by_vllm(python: str, asked: dict[str, Any]) -> list[list[int]]:
     """Return vLLM's greedy tokens after each prompt."""
-    done = subprocess.run([python, "-c", IN_VLLM], input=json.dumps(asked), capture_output=True, text=True, check=True)
+    done = subprocess.run([python, "-c", IN_VLLM], input=json.dumps(asked), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"vLLM failed on {asked['model']}: {done.stderr[-4000:]}")
     tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
     return tokens
 
