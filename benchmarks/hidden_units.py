@@ -17,6 +17,7 @@ the same text. Its results are in hidden_units_other.json.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -55,7 +56,9 @@ def subject_of(name: str, other_text: str | None) -> Subject:
     """Return a model of the benchmarks by its name or, with other text, the model of that text."""
     if other_text is None:
         return Subject(name, MODELS[name])
-    return Subject(name, str(BUILD / "other-text" / name / "model"), other_text)
+    path = Path(other_text)
+    text = path.read_bytes() if path.is_file() else other_text.encode()
+    return Subject(name, str(BUILD / "other-text" / f"{name}-{hashlib.sha256(text).hexdigest()[:16]}" / "model"), other_text)
 
 
 def train_on(subject: Subject, tokens: int, threads: int) -> None:

@@ -45,7 +45,7 @@ model = LLM(model=asked["model"], dtype=asked["dtype"], enforce_eager=True, max_
             gpu_memory_utilization=0.3)
 sampling = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)
 made = model.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], sampling)
-print(json.dumps([list(each.outputs[0].token_ids) for each in made]))
+print("written:", json.dumps([list(each.outputs[0].token_ids) for each in made]), flush=True)
 """
 
 
@@ -70,7 +70,8 @@ def written_by_vllm(python: str, asked: dict[str, Any]) -> list[list[int]]:
     done = subprocess.run([python, "-c", IN_VLLM], input=json.dumps(asked), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"vLLM failed on {asked['model']}: {done.stderr[-4000:]}")
-    tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("written:"))  # vLLM prints lines of its own
+    tokens: list[list[int]] = json.loads(line.removeprefix("written:"))
     return tokens
 
 

@@ -25,6 +25,7 @@ A model of other text, with a tokenizer of its own:
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -185,7 +186,8 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
 
 def tokenised(tokenizer: PreTrainedTokenizerBase, source: str, split: str, directory: Path) -> np.ndarray:
     """Return all documents of a split, each closed by the end token, as one array, made once and then memory-mapped."""
-    path = directory / f"{split}.npy"
+    own = f"{source} {tokenizer.backend_tokenizer.to_str()}"
+    path = directory / f"{split}-{hashlib.sha256(own.encode()).hexdigest()[:16]}.npy"
     if not path.exists():
         ids: list[int] = []
         documents = list(load_documents(source, split=split))  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def show_figures(given: Given, figures: Figures) -> Figures:
 
 
 def layer_lines(figures: Figures) -> list[str]:
-    """Return the lines that say how many experts each layer has where some left, and how wide they are where units left."""
+    """Return a line with the experts of each layer if experts were removed, and one with their widths if units were."""
     lines = []
     if figures["experts_per_layer"] and figures["experts_before"] != figures["experts_after"]:
         lines.append(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")

@@ -22,10 +22,10 @@ from compress.methods.unit_criterion import down_projection, unit_directory
 from compress.plans.plan import Plan
 from compress.refit.correction import corrected
 from compress.refit.narrowed import NarrowedFfn, narrowed_ffns
+from compress.refit.stored import mapped_tensors
 from compress.report.figures import RefitFigures
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.files.safetensors_file import SafetensorsFile
-from engine.files.state_file import check_digest, write_state
+from engine.files.state_file import write_state
 from engine.passes import heap, processes
 
 
@@ -58,9 +58,7 @@ def _fitted(run: MethodRun, narrowed: Mapping[int, list[NarrowedFfn]]) -> Refitt
     for layer in run.bar("refitting (layers)")(sorted(narrowed)):
         path = directory / f"layer-{layer}.safetensors"
         layers.append(run.work.once(f"refit-{layer}", partial(_refit, run, moments, layer, narrowed[layer], path)))
-        with SafetensorsFile(path) as file:
-            check_digest(file)
-            tensors |= {name: file.tensor(name) for name in file.entries}
+        tensors |= mapped_tensors(run.prepared.checkpoint, path)
         heap.give_back()
     figures: RefitFigures = {
         "ridge_per_layer": [own["ridge"] for own in layers],

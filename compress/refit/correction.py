@@ -33,12 +33,13 @@ from compress.methods.unit_criterion import include_of
 from compress.plans.apply import planned_tensors
 from compress.plans.plan import Plan
 from compress.refit.narrowed import CorrectedFfn, corrected_ffns
+from compress.refit.stored import mapped_tensors
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert
 from engine.decoder.model import DecoderLayer
 from engine.errors import OptionError
 from engine.families.config import DecoderConfig
-from engine.files.safetensors_file import SafetensorsFile
-from engine.files.state_file import check_digest, write_state
+from engine.files.state_file import write_state
 from engine.passes import heap, processes
 from engine.passes.activations import Activations, Shelf, closed_on_error
 from engine.passes.streaming import embed, layer_positions, one_layer
@@ -134,7 +135,7 @@ def corrected(run: MethodRun, plan: Plan, fitted: Mapping[str, Tensor]) -> Corre
     for activations in states.values():
         activations.close()
     for index in sorted(fitted_ffns):
-        _read(directory, index, result)
+        _read(checkpoint, directory, index, result)
     return result
 
 
@@ -287,10 +288,9 @@ def _save(directory: Path, layer: int, changed: Mapping[str, Tensor], before: fl
         write_state(_path(directory, layer), {**changed, "drift": shares}, {}, "the correction")
 
 
-def _read(directory: Path, layer: int, result: Corrected) -> None:
-    with SafetensorsFile(_path(directory, layer)) as file:
-        check_digest(file)
-        before, after = (None if share < 0.0 else share for share in file.tensor("drift").tolist())
-        result.drift_before.append(before)
-        result.drift.append(after)
-        result.tensors |= {name: file.tensor(name) for name in file.entries if name != "drift"}
+def _read(checkpoint: Checkpoint, directory: Path, layer: int, result: Corrected) -> None:
+    found = mapped_tensors(checkpoint, _path(directory, layer))
+    before, after = (None if share < 0.0 else share for share in found.pop("drift").tolist())
+    result.drift_before.append(before)
+    result.drift.append(after)
+    result.tensors |= found

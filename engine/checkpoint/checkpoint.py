@@ -254,8 +254,13 @@ class Checkpoint(ModelDirectory):
 
     def release(self) -> None:
         """Give resident pages of weights back to the operating system; tensors stay valid."""
-        for file in self.files:
+        for file in (*self.files, *self.companions):
             file.release()
+
+    @cached_property
+    def companions(self) -> list[MappedFile]:
+        """Files of tensors that a run uses in place of stored ones, whose pages `release` gives back too."""
+        return []
 
     def read_ahead(self, layer: int) -> None:
         """Ask the operating system to load a layer's weights into its page cache; ignored for other layer numbers."""
