@@ -15,7 +15,7 @@ from compress.run.claims import claiming
 from engine.checkpoint.artifact import check_file_output
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf_vocabulary import tokenizer_metadata, without_tokenizer
-from engine.checkpoint.gguf_writer import WRITTEN_TYPES, RoundedCheckpoint, tensor_types, write_gguf
+from engine.checkpoint.gguf_writer import WRITTEN_TYPES, GgufRoundedCheckpoint, tensor_types, write_gguf
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
@@ -29,7 +29,7 @@ from engine.progress import Progress, no_progress
 assert set(GGUF_TYPES) == set(WRITTEN_TYPES)
 _ALLOWED = Allowed(1e-4, 1e-4)
 """Both sides compute in float32 with the numbers that the file keeps."""
-_TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "a", "")
+_TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "he\u0301llo \u1112\u1161\u11ab", "a", "")
 """Texts whose tokens are compared."""
 
 
@@ -57,7 +57,7 @@ def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
         write_gguf(partial, checkpoint, description, types, about | tokenizer, lambda each: progress(each, "writing"))
         try:
             _compare_tokens(checkpoint, partial, tokenizer)
-            rounded = RoundedCheckpoint(checkpoint.directory, description, types)
+            rounded = GgufRoundedCheckpoint(checkpoint.directory, description, types)
             difference = _compare(rounded, Checkpoint(partial), progress)
         except CompressError as error:
             said = str(error).replace(str(partial), str(options.output))

@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from shutil import copyfile, rmtree
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoint.gguf_tokenizer import write_tokenizer
+from engine.checkpoint.gguf_tokenizer import special_tokens, write_tokenizer
 from engine.checkpoint.stored_views import StoredView
+from engine.checkpoint.tokenizer_checks import tokenizing
 from engine.errors import CheckpointError, CompressError
 from engine.families.config import DecoderConfig
 from engine.families.gguf import GgufFamily, gguf_family
@@ -28,6 +30,7 @@ from engine.families.tensor_shapes import expected_tensors, router_tensors
 from engine.files.element_type import BFLOAT16
 from engine.files.gguf_file import GgufFile, open_gguf
 from engine.files.json_file import shown
+from engine.files.model_files import check_inside
 
 if TYPE_CHECKING:
     import torch
@@ -67,21 +70,41 @@ class GgufModel:
     def files_directory(self) -> Path:
         """A temporary directory with the tokenizer and generation_config.json of the metadata; it lives as long as this.
 
-        A tokenizer.json beside the file is copied if the metadata has no tokenizer or one that is not known. Raises
-        CheckpointError.
+        A tokenizer.json beside the file is copied if the metadata has no tokenizer, or one that is not known or damaged.
+        Raises CheckpointError naming the file, also for a link beside it that leads out of its directory.
         """
         directory, beside = Path(mkdtemp(prefix="gguf-tokenizer-")), self.path.parent
         weakref.finalize(self, rmtree, directory, ignore_errors=True)
         try:
-            write_tokenizer(self.metadata, self.by_name[EMBEDDINGS].tensors[EMBEDDINGS].shape[0], directory)
+            with self._naming_file(), tokenizing(self.path):
+                write_tokenizer(self.metadata, self._vocabulary, directory)
         except CheckpointError:
             if not (beside / TOKENIZER_NAMES[0]).is_file():
                 raise
         if not (directory / TOKENIZER_NAMES[0]).exists():
             for name in TOKENIZER_NAMES:
                 if (beside / name).is_file():
+                    check_inside(beside, beside / name)
                     copyfile(beside / name, directory / name)
         return directory
+
+    @property
+    def special_tokens(self) -> dict[str, int | None]:
+        """Ids of the special tokens, by their name in the metadata. Raises CheckpointError naming the file."""
+        with self._naming_file():
+            return special_tokens(self.metadata, self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.by_name[EMBEDDINGS].tensors[EMBEDDINGS].shape[0]
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            message = str(error)
+            raise CheckpointError(message if message.startswith(str(self.path)) else f"{self.path}: {message}") from error
 
     def views(self, config: DecoderConfig) -> dict[str, GgufView]:
         """Return a view of every tensor of the model that the files have, by the family's name of the tensor.
@@ -112,7 +135,7 @@ class GgufModel:
             file = self.by_name.get(name)
             if file is None:
                 raise CheckpointError(f"{self.path}: tensor {name} is missing; {SAME_FILE}")
-            if (shape := file.tensors[name].shape) != own:
+            if _sizes(shape := file.tensors[name].shape) != _sizes(own):
                 raise CheckpointError(
                     f"{self.path}: tensor {name} has shape {list(shape)}, and its metadata says {shown(experts)} experts "
                     f"and hidden size {config.hidden_size}; {SAME_FILE}"
@@ -141,9 +164,11 @@ class GgufView(StoredView):
         self.is_quantized = self.stored.type.element is None
         if self.is_quantized:
             self.element = BFLOAT16
-        expected = self._expected(shape)
-        if _sizes(self.stored.shape) != _sizes(expected):
-            raise CheckpointError(f"has shape {list(self.stored.shape)} and the metadata says {list(expected)}")
+        self.expected = self._expected(shape)
+        self.is_divided = place.expert is not None or place.part is not None or place.heads is not None
+        is_cut = self.is_quantized and self.is_divided and self.stored.shape[-1] != self.expected[-1]
+        if is_cut or _sizes(self.stored.shape) != _sizes(self.expected):
+            raise CheckpointError(f"has shape {list(self.stored.shape)} and the metadata says {list(self.expected)}")
 
     def _expected(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that the stored tensor must have."""
@@ -170,6 +195,8 @@ class GgufView(StoredView):
         """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
         from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
 
+        if self.is_divided:
+            stored = stored.view(*self.expected[:-1], -1)  # files differ in dimensions of 1; a row of blocks is one of bytes
         own = stored if self.place.expert is None else stored[self.place.expert]
         if self.place.part is not None:
             own = own[self.place.part]

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.checkpoint.tokenizer_checks import MAX_TOKEN_LENGTH
 from engine.errors import CheckpointError
-from engine.families.gguf_splits import BYTE_LEVEL, SENTENCE_PIECE, SPLITS, WHOLE_TOKENS_FIRST
+from engine.families.gguf_splits import BYTE_LEVEL, NORMALIZED, SENTENCE_PIECE, SPLITS, WHOLE_TOKENS_FIRST
 from engine.files.json_file import shown, write_json
 
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -28,7 +28,7 @@ def write_tokenizer(metadata: Mapping[str, Any], vocabulary: int, directory: Pat
 
     Raises CheckpointError for metadata of another model and for tokenizers that are not known.
     """
-    ids = {name: _token(metadata, name, vocabulary) for name in (*NAMED.values(), *_ENDS)}
+    ids = special_tokens(metadata, vocabulary)
     ends = sorted({each for name in _ENDS if (each := ids[name]) is not None})
     named = {"bos_token_id": ids["bos"], "eos_token_id": ends or None, "pad_token_id": ids["padding"]}
     write_json(directory / "generation_config.json", {key: value for key, value in named.items() if value is not None})
@@ -44,6 +44,11 @@ def write_tokenizer(metadata: Mapping[str, Any], vocabulary: int, directory: Pat
     if len(set(tokens)) < len(tokens):
         raise CheckpointError("metadata: tokenizer.ggml.tokens has a token twice")
     _write_converted(metadata, tokens, special, directory)
+
+
+def special_tokens(metadata: Mapping[str, Any], vocabulary: int) -> dict[str, int | None]:
+    """Return the ids of special tokens, by name. Raises CheckpointError for one that the model does not have."""
+    return {name: _token(metadata, name, vocabulary) for name in dict.fromkeys((*NAMED.values(), *_ENDS))}
 
 
 def _token(metadata: Mapping[str, Any], name: str, vocabulary: int) -> int | None:
@@ -96,7 +101,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     """Return the byte-level tokenizer. Raises CheckpointError if it is not known how it cuts a text, because other cuts give
     other tokens.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre")
     if not isinstance(name, str) or name not in SPLITS:
@@ -110,6 +115,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pairs = [(merge[0], merge[1]) for merge in merges]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name in WHOLE_TOKENS_FIRST))
+    if name in NORMALIZED:
+        tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS[name]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoint.gguf_tokenizer import CONTROL, NAMED, USER_DEFINED
+from engine.checkpoint.gguf_tokenizer import CONTROL, NAMED, SPACE, USER_DEFINED
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
-from engine.errors import UnsupportedError
+from engine.errors import CheckpointError, UnsupportedError
 from engine.families.gguf_splits import BYTE_LEVEL, GPT2, SENTENCE_PIECE, split_name
+from engine.files.json_file import shown
 
 NO_VOCABULARY = "none"
 """Value of `tokenizer.ggml.model` of a file without a tokenizer."""
@@ -30,7 +31,11 @@ def tokenizer_metadata(checkpoint: ModelDirectory) -> dict[str, Any]:
 
     Raises CheckpointError for a damaged tokenizer, UnsupportedError for one that GGUF files have no form for.
     """
-    if not has_tokenizer(checkpoint):
+    try:
+        is_there = has_tokenizer(checkpoint)
+    except CheckpointError as error:  # the tokenizer of a GGUF file, which is made when it is asked for
+        raise UnsupportedError(str(error)) from error
+    if not is_there:
         return without_tokenizer(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     vocabulary = tokenizer.backend_tokenizer.get_vocab(True)
@@ -51,7 +56,8 @@ def tokenizer_metadata(checkpoint: ModelDirectory) -> dict[str, Any]:
 
 def without_tokenizer(checkpoint: ModelDirectory) -> dict[str, Any]:
     """Return the metadata of a file that has the ids of special tokens and no vocabulary."""
-    return {f"{_PREFIX}model": NO_VOCABULARY} | _special(checkpoint, {})
+    special = _special(checkpoint, {}) if checkpoint.gguf is None else _written(checkpoint.gguf.special_tokens)
+    return {f"{_PREFIX}model": NO_VOCABULARY} | special
 
 
 def _special(checkpoint: ModelDirectory, named: Mapping[str, int | None]) -> dict[str, Any]:
@@ -59,7 +65,7 @@ def _special(checkpoint: ModelDirectory, named: Mapping[str, int | None]) -> dic
 
     `named`: those that the tokenizer has names for; the config's own take the place of others.
     """
-    config, ends = checkpoint.config.transformers_config, sorted(end_tokens(checkpoint))
+    config, ends = checkpoint.config.transformers_config, sorted(each for each in end_tokens(checkpoint) if each >= 0)
     end = named.get("eos")
     if end not in ends:
         end = ends[0] if ends else None
@@ -67,7 +73,12 @@ def _special(checkpoint: ModelDirectory, named: Mapping[str, int | None]) -> dic
     for key, own in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         given = named.get(key)
         found[key] = getattr(config, own, None) if given is None else given
-    return {f"{_PREFIX}{name}_token_id": number for name, number in found.items() if number is not None}
+    return _written(found)
+
+
+def _written(ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ids of special tokens as metadata, without those that stand for no token: None, and -1 in a config."""
+    return {f"{_PREFIX}{name}_token_id": number for name, number in ids.items() if type(number) is int and number >= 0}
 
 
 def _tokens(content: Mapping[str, Any], vocabulary: Mapping[str, int], size: int, unknown: int | None) -> dict[str, Any]:
@@ -89,12 +100,27 @@ def _byte_level(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model, the name of the splits, and the merges. Raises UnsupportedError for splits without a name."""
     model = content["model"]
     patterns = tuple(_patterns(content["pre_tokenizer"]))
-    name = split_name(patterns, bool(model.get("ignore_merges")))
+    normalizers = [step["type"] for step in _normalizers(content)]
+    if normalizers not in ([], ["NFC"]):
+        raise UnsupportedError(f"its tokenizer changes texts by {shown(normalizers)}, for which GGUF files have no form")
+    name = split_name(patterns, bool(model.get("ignore_merges")), bool(normalizers))
     if model["type"] != "BPE" or name is None:
         raise UnsupportedError(
             "the way in which its tokenizer cuts a text has no name in GGUF files; write it as safetensors"
         )
     return {"model": BYTE_LEVEL, "pre": name, "merges": [" ".join(_pair(merge)) for merge in model["merges"]]}
+
+
+def _normalizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the steps that change a text before it is cut, in order."""
+    pending, found = [content.get("normalizer")], list[Mapping[str, Any]]()
+    while pending:
+        step = pending.pop(0)
+        if step and step["type"] == "Sequence":
+            pending = [*step["normalizers"], *pending]
+        elif step:
+            found.append(step)
+    return found
 
 
 def _patterns(step: Mapping[str, Any]) -> list[str]:
@@ -125,12 +151,19 @@ def _sentence_piece(content: Mapping[str, Any], vocabulary: Mapping[str, int], s
     model = content["model"]
     if model["type"] != "BPE" or not model.get("byte_fallback"):
         raise UnsupportedError(f"its tokenizer, a {model['type']}, has no form in GGUF files; write it as safetensors")
+    if any(step["type"] != "Prepend" and not _writes_spaces(step) for step in _normalizers(content)):
+        raise UnsupportedError("its tokenizer changes texts in a way that GGUF files have no form for")
     scores = [-float(len(model["merges"]))] * size
     for rank, merge in reversed(list(enumerate(model["merges"]))):
         scores[vocabulary["".join(_pair(merge))]] = -float(rank)
     normalizer, pre_tokenizer = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
     begins = _has(normalizer, "Prepend") or pre_tokenizer.get("prepend_scheme", "never") != "never"
     return {"model": SENTENCE_PIECE, "pre": "default", "scores": scores, "add_space_prefix": begins}
+
+
+def _writes_spaces(step: Mapping[str, Any]) -> bool:
+    """Return whether a step of a tokenizer writes spaces as sentencepiece does, and changes nothing else."""
+    return step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": " "}, SPACE)
 
 
 def _has(step: Mapping[str, Any] | None, kind: str) -> bool:

@@ -163,7 +163,7 @@ def rounded(numbers: Tensor, kind: BlockType) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(encoded(numbers, kind, ""), number)).view(numbers.shape)
 
 
-class RoundedCheckpoint(Checkpoint):
+class GgufRoundedCheckpoint(Checkpoint):
     """A checkpoint with the numbers that a GGUF file of it keeps, as weights in float32."""
 
     def __init__(self, directory: Path, description: Description, types: Mapping[str, BlockType]) -> None:

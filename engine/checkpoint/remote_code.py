@@ -20,7 +20,7 @@ from engine.errors import OptionError
 from engine.families.architecture import Architecture
 from engine.families.results import otherwise_in_transformers, too_ragged_for_transformers
 from engine.families.table import ARCHITECTURES
-from engine.families.tensor_names import dense_module, down_name, has_transposed_stacks, shared_module
+from engine.families.tensor_names import dense_down_name, dense_module, down_name, has_transposed_stacks, shared_module
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import code_in, named
 
@@ -78,7 +78,7 @@ def _narrow(experts, width):
 def _narrow_ffn(network, width):
     """Keep the first `width` hidden units of a feed-forward network: only shapes matter here."""
     linears = dict(network.named_children())
-    down = next(linear for name, linear in linears.items() if name.startswith(("down", "output", "w2")))
+    down = next(linear for name, linear in linears.items() if name.startswith(({downs})))
     whole = down.in_features
     if width > whole:
         raise ValueError(f"block_configs asks for {{width}} hidden units, and config.json has {{whole}}")
@@ -198,8 +198,17 @@ def render(row: Architecture) -> str:
     """Return the source of `modeling_compressed.py` for a family."""
     (block, router), down, is_transposed = row.modules, down_name(row), has_transposed_stacks(row)
     units = {"gate_up_proj": (1 + is_transposed, 2), "gate_up_proj_bias": (1, 2), "down_proj": (2 - is_transposed, 1)}
-    common = {"dense": dense_module(row), "shared": shared_module(row)}
+    common = {"dense": dense_module(row), "shared": shared_module(row), "downs": _down_names(row)}
     return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router, units=units, down=down, **common)
+
+
+def _down_names(row: Architecture) -> str:
+    """Return, as source, how names of down projections begin. Families with usual names keep the text that they have had,
+    because the file of an earlier result must equal this one.
+    """
+    usual, own = ("down", "output"), dense_down_name(row)
+    names = usual if own.startswith(usual) else (*usual, own)
+    return ", ".join(f'"{name}"' for name in names)
 
 
 def auto_map() -> dict[str, str]:

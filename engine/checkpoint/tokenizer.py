@@ -10,8 +10,8 @@ from typing import Any
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.plain_tokenizer import read_plain_tokenizer
-from engine.checkpoint.tokenizer_checks import check_tokenizer_files
-from engine.errors import CheckpointError, CompressError, OptionError, is_panic
+from engine.checkpoint.tokenizer_checks import check_tokenizer_files, tokenizing
+from engine.errors import CheckpointError, OptionError
 from engine.families.resolve import load_transformers_config
 from engine.files.json_file import load_json, shown
 
@@ -96,21 +96,6 @@ def _checked(directory: Path, vocabulary: int, load: Callable[[], Any]) -> Any:
             f"{directory}: the tokenizer has token {largest} and the model {vocabulary} tokens; it is of another model"
         )
     return tokenizer
-
-
-@contextmanager
-def tokenizing(directory: Path) -> Iterator[None]:
-    """Turn any error that a damaged tokenizer raises in the body into a CheckpointError."""
-    try:
-        yield
-    except CompressError:
-        raise
-    except BaseException as error:
-        # tokenizers raises plain Exception; its panics are not subclasses of Exception.
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
 
 
 def check_same_tokens(first: Checkpoint, second: Checkpoint) -> None:

@@ -10,13 +10,14 @@ import base64
 import binascii
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.checkpoint.regex_checks import MAX_PATTERN, problem_of_regex
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, CompressError, is_panic
 from engine.files.json_file import MAX_JSON_BYTES, load_json, shown
 
 MAX_DEPTH, MAX_STEPS = 8, 64
@@ -42,6 +43,21 @@ Node = Mapping[str, Any]
 
 class _Bad(Exception):
     """A problem in the file; the caller adds the file's name."""
+
+
+@contextmanager
+def tokenizing(directory: Path) -> Iterator[None]:
+    """Turn any error that a damaged tokenizer raises in the body into a CheckpointError."""
+    try:
+        yield
+    except CompressError:
+        raise
+    except BaseException as error:
+        # tokenizers raises plain Exception; its panics are not subclasses of Exception.
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
 
 
 def check_tokenizer_files(directory: Path, vocabulary: int) -> None:

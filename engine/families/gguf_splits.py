@@ -37,6 +37,11 @@ BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
 """Values of `tokenizer.ggml.model`."""
 WHOLE_TOKENS_FIRST = frozenset(["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"])
 """Names of tokenizers that take a piece as one token if the vocabulary has it, without merging, and begin every text."""
+NORMALIZED = frozenset(["qwen2", "command-r", "olmo", "mpt"])
+"""Names of tokenizers that bring a text into Unicode's form NFC first, as the models' own tokenizer.json do.
+
+transformers says so in its classes Qwen2Tokenizer, CohereTokenizer and GPTNeoXTokenizer; no key of a GGUF file does.
+"""
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", *sorted(WHOLE_TOKENS_FIRST)), (_LLAMA3,)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
@@ -49,10 +54,14 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", GPT2)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), (_THREE_DIGITS, _CHINESE_AND_JAPANESE, _PUNCTUATED)),
 }
-"""Patterns by the name. The first of several names with equal patterns is the one that is written."""
+"""Patterns by the name. The first of several names that say the same is the one that is written."""
 
 
-def split_name(patterns: tuple[str, ...], whole_tokens_first: bool) -> str | None:
-    """Return the name of a tokenizer that cuts texts by these patterns, or None if no name says them."""
-    names = (name for name, own in SPLITS.items() if own == patterns)
-    return next((name for name in names if (name in WHOLE_TOKENS_FIRST) == whole_tokens_first), None)
+def split_name(patterns: tuple[str, ...], whole_tokens_first: bool, normalizes: bool) -> str | None:
+    """Return the name of a tokenizer that cuts texts by these patterns, or None if no name says them.
+
+    normalizes: whether texts are brought into the form NFC first.
+    """
+    wanted = patterns, whole_tokens_first, normalizes
+    found = ((own, name in WHOLE_TOKENS_FIRST, name in NORMALIZED) for name, own in SPLITS.items())
+    return next((name for name, said in zip(SPLITS, found, strict=True) if said == wanted), None)

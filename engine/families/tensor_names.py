@@ -81,6 +81,11 @@ def dense_module(row: Architecture) -> str:
     return row.disk_names.get(_DENSE_DOWN, _DENSE_DOWN).rpartition(".")[0]
 
 
+def dense_down_name(row: Architecture) -> str:
+    """Return the last part of transformers' name of the down projection of a dense layer's FFN."""
+    return row.disk_names.get(_DENSE_DOWN, _DENSE_DOWN).rpartition(".")[2]
+
+
 def shared_module(row: Architecture) -> str:
     """Return transformers' name, within a layer, of the shared expert; a name that is never read if there is none."""
     if row.shared is None or not row.shared.stacks:

@@ -57,6 +57,11 @@ def open_gguf(path: Path) -> list[GgufFile]:
     named = _PART.fullmatch(path.name)
     if parts <= 1 and named is None:
         return [first]
+    if named is not None and parts == 0 and int(named[3]) != 1:
+        raise CheckpointError(
+            f"{path}: its name says that it is one of {int(named[3])} parts, and its metadata has no {SPLIT_COUNT}; rename "
+            "it if it is a whole model, or fetch all parts again"
+        )
     if named is None or int(named[3]) != max(parts, 1):
         raise CheckpointError(
             f"{path}: is one of {parts} parts, and its name does not end in -00001-of-{parts:05}.gguf, by which the other "

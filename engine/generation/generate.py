@@ -22,7 +22,8 @@ from torch import Tensor
 from engine.checkpoint.artifact import compare_checksums
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
-from engine.checkpoint.tokenizer import check_same_tokens, end_tokens, load_tokenizer, tokenizing
+from engine.checkpoint.tokenizer import check_same_tokens, end_tokens, load_tokenizer
+from engine.checkpoint.tokenizer_checks import tokenizing
 from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache
 from engine.decoder.model import Decoder, own_routings
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from artifacts_for_tests import make_pruned, make_workplace
 from click.testing import CliRunner
 from conftest import save_reference
 from family_matrix import own_logits
+from gguf_for_tests import write_gguf
 from gguf_models_for_tests import ARCHITECTURES, gguf_metadata, gguf_tensors
 from safetensors.torch import load_file, save_file
 
@@ -162,6 +164,47 @@ def test_a_tokenizer_without_a_name_in_gguf_is_left_out_and_said(tmp_path: Path)
     figures = export_gguf(GgufExportOptions(model=str(tmp_path / "model"), output=tmp_path / "m.gguf"))
     assert "no name in GGUF files" in figures["tokenizer_problem"]
     assert GgufFile(tmp_path / "m.gguf").metadata["tokenizer.ggml.model"] == "none"
+
+
+def normalized(workplace: Path, directory: Path, normalizer: Any, config: dict[str, Any] | None = None) -> Path:
+    """Make a copy of the workplace's model whose tokenizer has a normalizer, and return its directory."""
+    shutil.copytree(workplace / "model", directory)
+    for name, changes in (("tokenizer.json", {"normalizer": normalizer}), ("config.json", config or {})):
+        (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | changes))
+    return directory
+
+
+@pytest.mark.parametrize("normalizer", [{"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]}])
+def test_normalization_by_nfc_is_kept_in_the_name(normalizer: Any, workplace: Path, tmp_path: Path) -> None:
+    own = load_tokenizer(Checkpoint(normalized(workplace, tmp_path / "model", normalizer)))
+    read = written(tmp_path)
+    assert GgufFile(read.directory).metadata["tokenizer.ggml.pre"] == "olmo"
+    assert load_tokenizer(read)("e\u0301")["input_ids"] == own("e\u0301")["input_ids"] == own("\u00e9")["input_ids"]
+
+
+def test_a_tokenizer_that_normalizes_otherwise_is_left_out(workplace: Path, tmp_path: Path) -> None:
+    directory = normalized(workplace, tmp_path / "model", {"type": "Lowercase"})
+    figures = export_gguf(GgufExportOptions(model=str(directory), output=tmp_path / "m.gguf"))
+    assert "Lowercase" in figures["tokenizer_problem"]
+    assert GgufFile(tmp_path / "m.gguf").metadata["tokenizer.ggml.model"] == "none"
+
+
+def test_ids_that_stand_for_no_token_are_left_out(tmp_path: Path) -> None:
+    make(tmp_path, eos_token_id=[-1, 7], pad_token_id=-1, bos_token_id=-1)
+    metadata = GgufFile(written(tmp_path).directory).metadata
+    ids = {key: value for key, value in metadata.items() if key.endswith("_token_id")}
+    assert ids == {"tokenizer.ggml.eos_token_id": 7}
+
+
+def test_a_file_whose_tokenizer_is_not_known_is_exported_without_it(workplace: Path, tmp_path: Path) -> None:
+    own = Checkpoint(workplace / "model")
+    ids = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5}
+    vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "unheard-of", "tokenizer.ggml.tokens": ["a", "b"]}
+    first = write_gguf(tmp_path / "first.gguf", gguf_metadata(own) | vocabulary | ids, gguf_tensors(own))
+    figures = export_gguf(GgufExportOptions(model=str(first), output=tmp_path / "m.gguf"))
+    assert figures["tokenizer_problem"].startswith(f"{first}: tokenizer.ggml.pre is 'unheard-of'")
+    metadata = GgufFile(tmp_path / "m.gguf").metadata
+    assert metadata["tokenizer.ggml.model"] == "none" and ids.items() <= metadata.items()
 
 
 def test_sentencepiece_merges_become_scores(tmp_path: Path) -> None:

@@ -102,6 +102,33 @@ def test_other_layouts_are_read(tmp_path: Path) -> None:
         assert all(torch.equal(read.tensor(name), own.tensor(name)) for name in own.shapes)
 
 
+def padded(tensor: Any) -> Any:
+    """Return a tensor with one more dimension, of 1."""
+    return (tensor[0], (1, *tensor[1]), tensor[2]) if isinstance(tensor, tuple) else tensor[None]
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["numbers", "blocks"])
+def test_dimensions_of_one_do_not_matter(blocks: bool, tmp_path: Path) -> None:
+    """Stacks of experts, and the rows of heads that are stored in pairs, are taken apart after such dimensions."""
+    own = make(tmp_path, **ALIGNED, num_hidden_layers=1)
+    tensors: Any = quantized(gguf_tensors(own)) if blocks else gguf_tensors(own)
+    wider = {name: padded(each) if "_exps" in name or "attn_" in name else each for name, each in tensors.items()}
+    first, then = (
+        Checkpoint(write_gguf(tmp_path / f"{name}.gguf", gguf_metadata(own), each))
+        for name, each in (("plain", tensors), ("wider", wider))
+    )
+    assert all(torch.equal(then.tensor(name), first.tensor(name)) for name in own.shapes)
+
+
+def test_a_single_expert_needs_no_stack(tmp_path: Path) -> None:
+    own = make(tmp_path, num_local_experts=1, num_experts_per_tok=1, num_hidden_layers=1)
+    tensors = gguf_tensors(own)
+    alone = {name: each.squeeze(0) if "_exps" in name or "_inp" in name else each for name, each in tensors.items()}
+    assert alone["blk.0.ffn_up_exps.weight"].dim() == 2 and alone["blk.0.ffn_gate_inp.weight"].dim() == 1
+    read = Checkpoint(write_gguf(tmp_path / "m.gguf", gguf_metadata(own), alone))
+    assert all(torch.equal(read.tensor(name), own.tensor(name)) for name in own.shapes)
+
+
 def test_earlier_files_of_latent_attention_are_read(tmp_path: Path) -> None:
     own = make(tmp_path, "deepseek_v2")
     latent, heads = own.config.latent, own.config.attention_heads

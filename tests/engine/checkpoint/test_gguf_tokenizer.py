@@ -81,6 +81,29 @@ def test_a_tokenizer_beside_the_file_takes_the_place_of_an_unknown_one(workplace
     assert load_tokenizer(Checkpoint(tmp_path / "m.gguf"))("ab") == load_tokenizer(Checkpoint(workplace / "model"))("ab")
 
 
+def test_a_damaged_tokenizer_is_taken_from_beside_the_file(workplace: Path, tmp_path: Path) -> None:
+    """Only files of the directory itself are taken: a link to another place would be copied into results."""
+    path = tmp_path / "m.gguf"
+    read = write(workplace, path, **{"ggml.merges": ["nothing known"]})
+    with pytest.raises(CheckpointError, match=r"m\.gguf: the tokenizer cannot be read") as caught:
+        end_tokens(read)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+    (tmp_path / "tokenizer.json").symlink_to(workplace / "model" / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: link leads out"):
+        load_tokenizer(Checkpoint(path))
+    (tmp_path / "tokenizer.json").unlink()
+    shutil.copy(workplace / "model" / "tokenizer.json", tmp_path)
+    own, read = (load_tokenizer(each) for each in (Checkpoint(workplace / "model"), Checkpoint(path)))
+    assert read("ab")["input_ids"] == own("ab")["input_ids"]
+
+
+@pytest.mark.parametrize(("name", "normalizes"), [("qwen2", True), ("olmo", True), ("gpt-2", False)])
+def test_names_say_whether_texts_are_normalized(name: str, normalizes: bool, workplace: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(workplace, tmp_path / "m.gguf", **{"ggml.pre": name}))
+    composed, decomposed = (tokenizer(text)["input_ids"] for text in ("\u00e9", "e\u0301"))
+    assert (composed == decomposed) is normalizes
+
+
 def test_patterns_are_those_of_transformers() -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

@@ -143,6 +143,14 @@ def test_equals_the_full_model_with_masked_router(family: str, experts_implement
     assert (expected - logits_of(full)).abs().max() > 0.1  # removing these experts does change the output
 
 
+def test_only_families_with_other_names_of_down_projections_name_them() -> None:
+    """Files that earlier versions wrote for all other families must stay equal to the text that is written now."""
+    usual, own = (f"name.startswith(({names}))" for names in ('"down", "output"', '"down", "output", "w2"'))
+    texts = {name: remote_code.render(row) for name, row in ARCHITECTURES.items()}
+    assert {name for name, text in texts.items() if own in text} == {"lfm2_moe"}
+    assert all((usual in text) != (own in text) for text in texts.values())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_save_pretrained_round_trip(family: str, tmp_path: Path) -> None:
     first = load(write_pruned(full_model(family), tmp_path / "pruned"))

@@ -180,6 +180,12 @@ def test_split_models_that_do_not_fit_together_are_refused(tmp_path: Path) -> No
         open_gguf(renamed.rename(first))
 
 
+def test_a_name_of_a_part_without_metadata_of_parts_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m-00001-of-00003.gguf", {}, ONE)
+    with pytest.raises(CheckpointError, match=r"name says that it is one of 3 parts, and its metadata has no split\.count"):
+        open_gguf(path)
+
+
 def test_a_part_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     first = split(tmp_path / "model")
