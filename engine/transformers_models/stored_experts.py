@@ -70,7 +70,8 @@ def _check_router(checkpoint: AdaptedCheckpoint, router: str) -> None:
     for name, tensor in checkpoint.model.get_submodule(router).state_dict().items():
         if not tensor.is_floating_point():
             raise UnsupportedError(
-                f"{checkpoint.directory}: {router}.{name} is a table of expert numbers, and a {checkpoint.model_type} needs "
+                f"{checkpoint.directory}: {router}.{name} is a table of expert numbers, and a model "
+                f"of the family {checkpoint.model_type} needs "
                 "all experts in it; no expert can be removed"
             )
 

@@ -49,15 +49,15 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
         ({"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")}, "unit-obs needs our own decoder"),
         (
             {"budget": Budget(experts=5, min_experts=0)},
-            "a exaone_moe has one number of experts in config.json, .* add --uniform",
+            "a model of the family exaone_moe has one number of experts in config.json, .* add --uniform",
         ),
         (
             {"budget": Budget(experts=1, scope="uniform", min_experts=1)},
-            "min-experts is 1; the router of a exaone_moe takes 2",
+            "min-experts is 1; the router of the family exaone_moe takes 2",
         ),
-        ({"merge": "cka"}, "a exaone_moe runs through transformers here"),
-        ({"recover": RecoverOptions(steps=1)}, "a exaone_moe runs through transformers here"),
-        ({"refit": RefitOptions(correct=True)}, "a exaone_moe runs through transformers here"),
+        ({"merge": "cka"}, "a model of the family exaone_moe runs through transformers here"),
+        ({"recover": RecoverOptions(steps=1)}, "a model of the family exaone_moe runs through transformers here"),
+        ({"refit": RefitOptions(correct=True)}, "a model of the family exaone_moe runs through transformers here"),
     ],
 )
 def test_what_needs_our_own_decoder_is_refused(model: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -67,7 +67,7 @@ def test_what_needs_our_own_decoder_is_refused(model: Path, tmp_path: Path, chan
 
 
 def test_skipping_is_refused(model: Path) -> None:
-    with pytest.raises(OptionError, match="transformers runs a exaone_moe and skips no experts"):
+    with pytest.raises(OptionError, match="transformers runs a model of the family exaone_moe and skips no experts"):
         evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, skip_threshold=1.0))
 
 
