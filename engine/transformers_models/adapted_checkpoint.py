@@ -219,12 +219,10 @@ class AdaptedCheckpoint(Checkpoint):
     def _check_loaded(self, model: Any, layer: int | None) -> None:
         """Raise CheckpointError if a tensor of a layer, or for None one around the layers, has no values."""
         layers = f"{self.found.layers}."
+        due = self._outer_modules() if layer is None else (f"{layers}{layer}.",)
         for name, tensor in model.state_dict().items():
-            if layer is None:
-                is_due = name.startswith(self._outer_modules()) and not name.startswith(layers)
-            else:
-                is_due = name.startswith(f"{layers}{layer}.")
-            if is_due and tensor.is_meta:
+            is_elsewhere = layer is None and name.startswith(layers)
+            if tensor.is_meta and name.startswith(due) and not is_elsewhere:
                 raise CheckpointError(f"{self.directory}: tensor {name} is missing; {SAME_MODEL}")
 
     def _load(self, model: Any, names: Iterable[str], dtype: torch.dtype, device: torch.device | str) -> None:

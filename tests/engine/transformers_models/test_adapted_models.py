@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,14 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, A
     path = tmp_path_factory.mktemp(request.param)
     model = save_tiny(by_name(request.param), path / "full")
     return model, AdaptedCheckpoint(path / "full"), path
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny exaone_moe; tests copy it."""
+    path = tmp_path_factory.mktemp("stored")
+    save_tiny(by_name("exaone_moe"), path)
+    return path
 
 
 def test_the_list_of_families_is_made_from_transformers() -> None:
@@ -246,9 +255,9 @@ def _changed_file(directory: Path, changes: dict[str, Tensor | None]) -> None:
     save_file({name: each for name, each in stored.items() if each is not None}, directory / "model.safetensors")
 
 
-def test_stored_tensors_that_are_not_read_are_refused(tmp_path: Path) -> None:
+def test_stored_tensors_that_are_not_read_are_refused(stored: Path, tmp_path: Path) -> None:
     """A layer after the last one is refused unless the config has layers for multi-token prediction; so are low bits."""
-    save_tiny(by_name("exaone_moe"), tmp_path)
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
     extra, norm = "model.layers.4.mlp.experts.7.w1.weight", "model.layers.1.input_layernorm.weight"
     _changed_file(tmp_path, {extra: torch.ones(2)})
     with pytest.raises(CheckpointError, match=f"{extra} belongs to layer 4, and config.json has 4 layers"):
@@ -261,8 +270,8 @@ def test_stored_tensors_that_are_not_read_are_refused(tmp_path: Path) -> None:
         AdaptedCheckpoint(tmp_path)
 
 
-def test_a_result_says_that_prediction_layers_keep_their_experts(tmp_path: Path) -> None:
-    save_tiny(by_name("exaone_moe"), tmp_path / "full")
+def test_a_result_says_that_prediction_layers_keep_their_experts(stored: Path, tmp_path: Path) -> None:
+    shutil.copytree(stored, tmp_path / "full", dirs_exist_ok=True)
     _changed_file(tmp_path / "full", {f"mtp.layers.0.mlp.experts.{number}.w1.weight": torch.ones(2) for number in range(8)})
     checkpoint = AdaptedCheckpoint(tmp_path / "full")
     assert checkpoint.prediction_note is None
@@ -273,11 +282,17 @@ def test_a_result_says_that_prediction_layers_keep_their_experts(tmp_path: Path)
     assert "have 8 experts, while config.json says 4" in note
 
 
-def test_what_is_around_the_layers_must_be_there_after_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_around_the_layers_must_be_there_after_loading(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Conversions with several results hide names from the check at opening; the load itself finds what is missing."""
-    save_tiny(by_name("exaone_moe"), tmp_path)
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
     _changed_file(tmp_path, {"model.norm.weight": None})
     monkeypatch.setattr(AdaptedCheckpoint, "_check_names", lambda checkpoint: None)
+    emptied = AdaptedCheckpoint(tmp_path)
+    emptied.names_by_layer = {layer: [] for layer in range(emptied.found.count)}
+    with pytest.raises(CheckpointError, match="no file has a tensor of a decoder layer"):
+        emptied.model_element  # noqa: B018
     with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is missing"):
         through_layers(AdaptedCheckpoint(tmp_path))
 
@@ -293,9 +308,8 @@ def test_groups_that_the_router_does_not_use_are_left_out() -> None:
         adapted_config(model.config, "Qwen3MoeForCausalLM", find_layers(model, "qwen3_moe"))
 
 
-def test_a_memory_limit_counts_the_hidden_states_of_all_text(tmp_path: Path) -> None:
-    save_tiny(by_name("exaone_moe"), tmp_path)
-    checkpoint, demand = AdaptedCheckpoint(tmp_path), MemoryDemand(torch.bfloat16, 16)
+def test_a_memory_limit_counts_the_hidden_states_of_all_text(stored: Path) -> None:
+    checkpoint, demand = AdaptedCheckpoint(stored), MemoryDemand(torch.bfloat16, 16)
     limit = 4 << 30
     assert budget_for(limit, checkpoint, demand).limit == limit
     assert checkpoint.kept_bytes(1000, torch.bfloat16) == 2 * 1000 * 32 * 2
