@@ -117,7 +117,7 @@ def _layer(text: Any, experts: ExpertLayer | None) -> LayerConfig:
 def groups_of(text: Any) -> tuple[int, int]:
     """Return the number of groups of experts, and how many of them a token's experts come from; (1, 1) without groups.
 
-    DeepSeek-V2 and its kin name groups that their router does not use where `topk_method` is greedy.
+    Some configs name groups that their router does not use, because `topk_method` is greedy.
     """
     if getattr(text, "topk_method", None) == _WITHOUT_GROUPS:
         return 1, 1

@@ -90,8 +90,8 @@ def _places(
         fitting = [each for each, found in enumerate(shape) if found == size]
         if axis.axis not in fitting and len(fitting) != 1:
             raise UnsupportedError(
-                f"{checkpoint.directory}: {name} has shape {list(shape)}, in which the {count} experts of a "
-                f"{checkpoint.model_type} are not found"
+                f"{checkpoint.directory}: {name} has shape {list(shape)}, in which the {count} experts of a model "
+                f"of the family {checkpoint.model_type} are not found"
             )
         yield name, EveryExpert(layer, axis.axis if axis.axis in fitting else fitting[0])
 
