@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from results import BUILD, ROOT, markdown, remember, remembered, save
+from results import BUILD, ROOT, markdown, record, remember, remembered, save
 
 UNFINISHED = BUILD / "interface_families.jsonl"
 """The families that an interrupted run has measured; a run continues there."""
@@ -47,14 +47,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", default=",".join(family.name for family in families))
     named = parser.parse_args().families.split(",")
+    if unknown := sorted(set(named) - {family.name for family in families}):
+        parser.error(f"--families: the installed transformers has no family {', '.join(unknown)}")
     torch.set_num_threads(1)
-    done = {line["family"]: line["found"] for line in remembered(UNFINISHED)}
+    code = {key: record()[key] for key in ("commit", "uncommitted_changes")}
+    done = {line["family"]: line["found"] for line in remembered(UNFINISHED) if line.get("code") == code}
     for family in families:
         if family.name in named and family.name not in done:
             with tempfile.TemporaryDirectory() as temporary:
                 done[family.name] = measured(family, Path(temporary))
-            remember(UNFINISHED, {"family": family.name, "found": done[family.name]})
-    UNFINISHED.unlink()
+            remember(UNFINISHED, {"code": code, "family": family.name, "found": done[family.name]})
+    UNFINISHED.unlink(missing_ok=True)
     found = {name: done[name] for name in named if isinstance(done[name], dict)}
     refused = {name: done[name] for name in named if isinstance(done[name], str)}
     save("interface_families", {"columns": list(COLUMNS), "families": found, "refused": refused})

@@ -73,13 +73,16 @@ def _streamed(
     passing: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
-        "budget": budget_for(options.memory_limit, checkpoint, MemoryDemand(dtype, tokens_SL.shape[1])),
+        "budget": budget_for(
+            options.memory_limit, checkpoint, MemoryDemand(dtype, tokens_SL.shape[1], tokens=tokens_SL.numel())
+        ),
         "progress": lambda layers: progress(layers, "perplexity (layers)"),
     }
     if isinstance(checkpoint, AdaptedCheckpoint):
         if options.skip_threshold:
             raise OptionError(
-                f"transformers runs a {checkpoint.model_type} and skips no experts; leave out --skip-threshold"
+                f"transformers runs a model of the family {checkpoint.model_type} and skips no "
+                "experts; leave out --skip-threshold"
             )
         return losses(checkpoint, tokens_SL, **passing), None
     tables = load_skip_tables(checkpoint.directory, config) if options.skip_threshold else None

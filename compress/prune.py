@@ -47,6 +47,7 @@ from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.stored_experts import expert_places
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,13 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
 def memory_demand(options: PruneOptions, prepared: Prunable) -> MemoryDemand:
     """Return the memory that the run needs, by purpose."""
     config = prepared.checkpoint.config
-    demand = MemoryDemand(prepared.dtype, prepared.tokens_SL.shape[1], other_bytes=collecting_bytes(config))
+    texts = [prepared.tokens_SL, *([] if prepared.held_out is None else [prepared.held_out.tokens_SL])]
+    demand = MemoryDemand(
+        prepared.dtype,
+        prepared.tokens_SL.shape[1],
+        other_bytes=collecting_bytes(config),
+        tokens=max(text.numel() for text in texts),
+    )
     if options.plan is not None:
         units_leave = prepared.plan is not None and granularity(prepared.plan) == "unit"
         if options.refit.refit and units_leave:
@@ -145,7 +152,9 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         budget = replace(budget, min_experts=max(needed, least))
     elif budget.min_experts < needed:
         name = checkpoint.config.architecture.model_type
-        raise OptionError(f"min-experts is {budget.min_experts}; the router of a {name} takes {needed} in each layer")
+        raise OptionError(
+            f"min-experts is {budget.min_experts}; the router of the family {name} takes {needed} in each layer"
+        )
     if budget.granularity != "expert":
         return _checked_unit_budget(budget, checkpoint.config, options)
     if budget.unit_multiple is not None:
@@ -249,18 +258,20 @@ def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None
     trains = options.recover.steps or options.distill.steps or options.refit.correct or options.quantiser is not None
     if METHODS[options.method].kind == "merge" or options.merge != "none" or trains or options.shard:
         raise checkpoint.refusal()
-    checkpoint.count_key  # noqa: B018 -- raises UnsupportedError where no expert can be removed
+    expert_places(checkpoint)  # raises UnsupportedError where no expert can be removed
     budget, fitting = options.budget, [name for name, method in METHODS.items() if method.from_statistics]
     if budget is None:
         return
     if budget.granularity != "expert" or options.method not in fitting:
         raise OptionError(
-            f"{options.method} needs our own decoder, and transformers runs a {checkpoint.model_type}; give --granularity "
+            f"{options.method} needs our own decoder, and transformers runs a model of the "
+            f"family {checkpoint.model_type}; give --granularity "
             f"expert --method {' or '.join(fitting)}"
         )
     if budget.scope != "uniform":
         raise OptionError(
-            f"a {checkpoint.model_type} has one number of experts in config.json, the same for every layer; add --uniform"
+            f"a model of the family {checkpoint.model_type} has one number of experts in "
+            "config.json, the same for every layer; add --uniform"
         )
 
 

@@ -41,7 +41,7 @@ def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progres
         filled = options.calibration.filled(checkpoint)
         tokens, _ = calibration_texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
         dtype, work = options.dtype or checkpoint.model_dtype, WorkDirectory(output)
-        needed = MemoryDemand(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config))
+        needed = MemoryDemand(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config), tokens=tokens.numel())
         budget = budget_for(options.memory_limit, checkpoint, needed)
         with work.until_whole(work.path):
             text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()

@@ -33,6 +33,8 @@ def show_figures(given: Given, figures: Figures) -> Figures:
     )
     if figures.get("loading_note"):
         given.say(f"note: {figures['loading_note']}")
+    if "prediction_note" in figures:
+        given.say(f"note: {figures['prediction_note']}")
     if figures.get("plots", True) == []:
         given.say("no plots: matplotlib is not installed (pip install moe-compress[plots])")
     return figures

@@ -27,31 +27,47 @@ _LEFT_OUT = "auto_map"
 def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
     """Raise PlanError unless the plan fits, UnsupportedError unless it only removes as many whole experts of each layer."""
     check_plan(plan, moe_configs(checkpoint.config), checkpoint.config.common_widths)
-    experts = [expert for own in plan.layers.values() for expert in own]
-    rows = [expert.copied_row for expert in experts]
-    if plan.kind != "moe" or plan.common or any(each.origin != row for each, row in zip(experts, rows, strict=True)):
+    kept = _kept(plan)
+    is_pruning = all(expert.is_copy for own in plan.layers.values() for expert in own)
+    is_repeated = any(len(set(own)) < len(own) for own in kept.values())
+    if plan.kind != "moe" or plan.common or not is_pruning or is_repeated:
         raise checkpoint.refusal()
     model_type = checkpoint.model_type
     if len(counts := {len(own) for own in plan.layers.values()}) > 1:
         raise UnsupportedError(
-            f"{checkpoint.directory}: a {model_type} has one number of experts in config.json, and this plan keeps "
+            f"{checkpoint.directory}: a model of the family {model_type} has one number of "
+            "experts in config.json, and this plan keeps "
             f"{min(counts)} to {max(counts)} in a layer; add --uniform"
         )
     least = checkpoint.config.architecture.least_experts
     for layer, own in plan.layers.items():
         if len(own) < least:
-            raise PlanError(f"plan, layer {layer}: keeps {len(own)} experts, and the router of a {model_type} needs {least}")
+            raise PlanError(
+                f"plan, layer {layer}: keeps {len(own)} experts, and the router of a model of the "
+                f"family {model_type} needs {least}"
+            )
         _check_groups(plan, checkpoint, layer)
     expert_places(checkpoint)
+
+
+def _kept(plan: Plan) -> dict[int, list[int]]:
+    """Return the numbers of the unchanged experts of each layer, in the plan's order."""
+    return {
+        layer: [expert.origin for expert in own if expert.is_copy and isinstance(expert.origin, int)]
+        for layer, own in plan.layers.items()
+    }
 
 
 def _check_groups(plan: Plan, checkpoint: AdaptedCheckpoint, layer: int) -> None:
     """Raise PlanError unless the kept experts are in order, as many of each group."""
     groups = moe_configs(checkpoint.config)[layer].groups
-    found = [groups[int(expert.copied_row or 0)] for expert in plan.layers[layer]] if groups else []
+    found = [groups[expert] for expert in _kept(plan)[layer]] if groups else []
     each = len(found) // (max(groups) + 1) if groups else 0
     if found != [number for number in range(max(groups, default=-1) + 1) for _ in range(each)]:
-        raise PlanError(f"plan, layer {layer}: a {checkpoint.model_type} needs equally many experts of each group, in order")
+        raise PlanError(
+            f"plan, layer {layer}: a model of the family {checkpoint.model_type} needs equally "
+            "many experts of each group, in order"
+        )
 
 
 def adapted_planned_config(plan: Plan, checkpoint: AdaptedCheckpoint) -> dict[str, Any]:
@@ -70,8 +86,7 @@ def apply_adapted(
 ) -> None:
     """Write config and weights into an empty directory. Raises the errors of `check_fits_adapted`."""
     check_fits_adapted(plan, checkpoint)
-    kept = {layer: [int(expert.copied_row or 0) for expert in own] for layer, own in plan.layers.items()}
-    result = StoredResult(checkpoint, kept)
+    result = StoredResult(checkpoint, _kept(plan))
     with ShardWriter(directory, result.layout, shard_bytes) as writer:
         for name in progress(list(result.layout)):
             writer.add_rows(name, _releasing(checkpoint, result.pieces(name)))

@@ -69,6 +69,7 @@ def model_card(
             "",
             *_loading(figures, loader, needs_code),
             "",
+            *(f"{note[0].upper()}{note[1:]}.\n" for note in [figures.get("prediction_note")] if note),
             *(
                 [
                     "Tables for adaptive expert skipping are in `skip_tables.safetensors`; to use them:",

@@ -69,6 +69,8 @@ class ModelFigures(PerplexityFigures):
     token_accuracy_after: NotRequired[float | None]
     loading_note: NotRequired[str | None]
     """The software that loads the artifact, where transformers alone does not."""
+    prediction_note: NotRequired[str]
+    """A sentence about layers for multi-token prediction that are not pruned, where config.json does not fit them."""
     plots: NotRequired[list[str]]
     """File names of the pictures."""
 

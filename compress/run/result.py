@@ -239,7 +239,7 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
     removed = 1.0 - experts_after / experts_before if experts_before else 0.0
     calibration, configs = run.prepared.calibration, (source.config, result.config)
     units_before, units_after = (sum(map(sum, config.ffn_widths(made.include).values())) for config in configs)
-    own: Mapping[str, object] = {
+    own: dict[str, object] = {
         "artifact": str(options.output),
         "method": made.method,
         "sparsity": 1.0 - units_after / units_before if units_before and made.plan.kind == "moe" else removed,
@@ -260,6 +260,8 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
         "peak_memory_bytes": peak_memory_bytes(),
         "loading_note": result.loading_note,
     }
+    if result.prediction_note is not None:
+        own["prediction_note"] = result.prediction_note
     rounding: Mapping[str, object] = made.quantiser.figures(source, result) if made.quantiser else {}
     return cast(ModelFigures, {**own, **made.figures, **rounding})
 

@@ -252,6 +252,15 @@ class Checkpoint(ModelDirectory):
         """Return the bytes of weights that are resident together; None for weights that are read tensor by tensor."""
         return None
 
+    def kept_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Return the bytes of hidden states that a pass keeps in memory besides its batch: none, they go to files."""
+        return 0
+
+    @property
+    def prediction_note(self) -> str | None:
+        """A sentence about layers for multi-token prediction that do not fit config.json; None where there are none."""
+        return None
+
     def release(self) -> None:
         """Give resident pages of weights back to the operating system; tensors stay valid."""
         for file in (*self.files, *self.companions):

@@ -52,6 +52,8 @@ class MemoryDemand:
     """None for the model's own number."""
     other_bytes: int = 0
     """Upper bound of all other memory, besides layers and batches."""
+    tokens: int = 0
+    """Tokens of the longest text that goes through the model at once: some passes keep all its hidden states."""
 
     def with_other(self, other_bytes: int) -> MemoryDemand:
         """The demand of a run that at some other time holds so many bytes besides layers and batches."""
@@ -71,6 +73,7 @@ def budget_for(limit: int | None, checkpoint: Checkpoint, demand: MemoryDemand) 
     interpreter = math.ceil((resident + LOADED_LATER_BYTES) / ROUNDED_TO) * ROUNDED_TO
     piece = _largest_piece(checkpoint, demand)
     fixed = interpreter + piece + _logits_bytes(checkpoint) + KEPT_AT_ONCE * KEPT_WITHIN_LIMIT_BYTES + demand.other_bytes
+    fixed += checkpoint.kept_bytes(demand.tokens, demand.dtype)
     tokens = UNLIMITED.tokens_per_batch
     while tokens > demand.length and fixed + batch_bytes(checkpoint, demand, tokens) > limit:
         tokens = max(demand.length, tokens // 2)

@@ -22,8 +22,10 @@ from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.transformers_models.expert_layers import ExpertLayer, is_routing, replaced_forwards
 from engine.transformers_models.experts_implementation import StackedExperts
 
-_PROPORTIONAL = 1e-3
-"""Largest relative difference for which two functions of router logits count as proportional."""
+_OWN_ERROR = 1e-4
+"""Relative error of this module's functions of logits: those of transformers round elsewhere."""
+_ROUNDINGS = 4
+"""Most roundings of a weight by which a router's result may differ: scores, sum, quotient and scale."""
 
 
 class OwnRouting:
@@ -33,20 +35,33 @@ class OwnRouting:
     have this one as their base; those that change logits cannot.
     """
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, router: str = "the router") -> None:
+        """experts: their number. router: its name, for messages."""
         self.experts = experts
         self.logits_TN = torch.empty(0)
         self.selection = Selection(torch.empty(0), torch.empty(0))
-        self._gate: Gate | None = None
+        self._router, self._gate = router, cast("Gate | None", None)
+        self._seen = (torch.empty(0), torch.empty(0), torch.empty(0))
 
     def see(self, logits: Tensor, weights: Tensor, indices: Tensor) -> None:
         """Take the outputs of the router. Logits after those of the experts, such as that of an empty slot, are left out."""
+        self._seen = logits.reshape(-1, logits.shape[-1]), weights, indices
+        self.logits_TN = self._seen[0][:, : self.experts]
+        self.selection = self._sorted(weights, indices)
+
+    def use(self, weights: Tensor, indices: Tensor) -> None:
+        """Take what the experts are called with as the selection: a block may change the weights that its router returns."""
+        if weights is not self._seen[1] or indices is not self._seen[2]:
+            self.selection = self._sorted(weights, indices)
+
+    def _sorted(self, weights: Tensor, indices: Tensor) -> Selection:
         experts_TS = indices.reshape(-1, indices.shape[-1]).long()
         weights_TS = weights.reshape(experts_TS.shape).to(torch.promote_types(weights.dtype, torch.float32))
-        experts_TS = experts_TS.masked_fill((experts_TS < 0) | (experts_TS >= self.experts), NO_EXPERT)
+        is_empty_TS = (experts_TS < 0) | (experts_TS >= self.experts)
+        if self._seen[0].shape[-1] > self.experts:  # zaya gives expert 0 and a weight of 0 to the slots that it skips
+            is_empty_TS |= weights_TS == 0.0
         weights_TS, order_TS = weights_TS.sort(dim=-1, descending=True, stable=True)
-        self.selection = Selection(experts_TS.gather(-1, order_TS), weights_TS)
-        self.logits_TN = logits.reshape(-1, logits.shape[-1])[:, : self.experts]
+        return Selection(experts_TS.masked_fill(is_empty_TS, NO_EXPERT).gather(-1, order_TS), weights_TS)
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         """Return the router's selection. Raises UnsupportedError for other logits than the router's."""
@@ -57,33 +72,59 @@ class OwnRouting:
     def probabilities(self, logits_TN: Tensor) -> Tensor:
         """Return the router's probability of each expert, [T, N].
 
-        The function of the logits is the one that the weights of the first tokens are proportional to.
+        The function of the logits is the one that the weights of the first tokens are proportional to. Raises
+        UnsupportedError if they are proportional to none of the known functions.
         """
         if self._gate is None:
-            self._gate = _gate_of(logits_TN, self.selection)
+            logits, weights, indices = self._seen
+            selection, precision = self._sorted(weights, indices), torch.finfo(weights.dtype)
+            self._gate = _gate_of(logits, selection, precision)
+            if self._gate is None:
+                raise UnsupportedError(
+                    f"the weights of {self._router} are proportional to no function of its logits that is known here "
+                    "(softmax, sigmoid, root of softplus), so the probabilities of its experts are not known"
+                )
         return self._gate(logits_TN)
 
 
-def _gate_of(logits_TN: Tensor, selection: Selection) -> Gate:
-    """Return the function from logits to probabilities of a router whose outputs are known."""
+def _gate_of(logits_TN: Tensor, selection: Selection, precision: torch.finfo) -> Gate | None:
+    """Return the function from logits to probabilities of a router whose outputs are known; None if no function fits.
+
+    The weights of a token's slots are compared with its scores: the smallest spread of their quotients wins. With one
+    slot for each token, the weights of all tokens are compared instead; if these are equal, because the router divides by
+    their sum, nothing tells the functions apart, and softmax is taken. precision: of the weights that the router returns.
+    """
     wide_TN = logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32))
     if bool((wide_TN >= 0).all()) and torch.allclose(wide_TN.sum(-1), torch.ones(()).to(wide_TN), atol=1e-2):
         return _shares  # the router returns probabilities in the place of logits
-    is_empty_TS = selection.experts == NO_EXPERT
+    is_judged_TS = (selection.experts != NO_EXPERT) & (selection.weights.abs() >= precision.tiny)
+    tolerance, weights_TS = _ROUNDINGS * precision.eps + _OWN_ERROR, selection.weights
+    if weights_TS.shape[-1] == 1 and _spread(weights_TS.T, is_judged_TS.T) <= tolerance:
+        return softmax
     candidates: tuple[tuple[Gate, Gate], ...] = (
         (softmax, softmax),
         (torch.sigmoid, sigmoid_shares),
         (_root_softplus, _shares_of_root),
     )
-    for scores, gate in candidates:
+    spreads: list[float] = []
+    for scores, _ in candidates:
         chosen_TS = scores(wide_TN).gather(-1, selection.experts.clamp_min(0))
-        ratios_TS = selection.weights / chosen_TS.clamp_min(torch.finfo(torch.float32).tiny)
-        spread_T = ratios_TS.masked_fill(is_empty_TS, -torch.inf).amax(-1) - ratios_TS.masked_fill(
-            is_empty_TS, torch.inf
-        ).amin(-1)
-        if bool((spread_T <= _PROPORTIONAL * ratios_TS.abs().amax(-1)).all()):
-            return gate
-    return softmax
+        tiny = torch.finfo(torch.float32).tiny
+        ratios_TS, is_known_TS = weights_TS / chosen_TS.clamp_min(tiny), is_judged_TS & (chosen_TS >= tiny)
+        if weights_TS.shape[-1] == 1:
+            ratios_TS, is_known_TS = ratios_TS.T, is_known_TS.T
+        spreads.append(_spread(ratios_TS, is_known_TS))
+    best = min(range(len(candidates)), key=lambda index: spreads[index])
+    return candidates[best][1] if spreads[best] <= tolerance else None
+
+
+def _spread(values: Tensor, is_known: Tensor) -> float:
+    """Return the largest relative difference of two known values in a row; 0 without rows of two values."""
+    least = values.masked_fill(~is_known, torch.inf).amin(-1)
+    most = values.masked_fill(~is_known, -torch.inf).amax(-1)
+    sizes = values.masked_fill(~is_known, 0.0).abs().amax(-1)
+    is_pair = (is_known.sum(-1) > 1) & (sizes > 0.0)
+    return float(((most - least) / sizes)[is_pair].amax()) if bool(is_pair.any()) else 0.0
 
 
 def _shares(logits: Tensor) -> Tensor:
@@ -109,7 +150,7 @@ class AdaptedBlock(MoeBlock):
     def __init__(self, model: Any, layer: ExpertLayer) -> None:
         """model: of transformers, with the weights of this layer."""
         nn.Module.__init__(self)
-        self.layer, self.own = layer, OwnRouting(layer.count)
+        self.layer, self.own = layer, OwnRouting(layer.count, layer.router)
         self.routing = self.own
         self._router, self._module = model.get_submodule(layer.router), model.get_submodule(layer.experts)
         self.experts = cast("nn.ModuleList", StackedExperts(self._module))
@@ -142,6 +183,7 @@ class AdaptedBlock(MoeBlock):
 
     def _run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        self.own.use(top_k_weights, top_k_index)
         logits_TN = self.own.logits_TN
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:

@@ -6,6 +6,7 @@ decoder layer by transformers' own conversion of names. Weights are loaded layer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
@@ -38,6 +39,9 @@ from engine.transformers_models.interface_families import classes_of
 from engine.transformers_models.transformers_model import quiet_transformers
 
 _RELEASE_EVERY_BYTES = 64 << 20
+_PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
+"""Config keys of the number of layers for multi-token prediction."""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _WITHHELD_KEYS = ("auto_map", "torch_dtype", "dtype")
 
 
@@ -111,6 +115,12 @@ class AdaptedCheckpoint(Checkpoint):
         Tensors that become one tensor of the model, such as those of single experts, have its name in common. Tensors
         that the model has no place for, such as layers for multi-token prediction, are left out.
         """
+        known = self.model.state_dict().keys()
+        return {name: target for name, target in self._renamed.items() if target in known}
+
+    @cached_property
+    def _renamed(self) -> dict[str, str]:
+        """The name of every tensor in the files after transformers' renaming, whether the model has it or not."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         known = self.model.state_dict()
@@ -122,8 +132,7 @@ class AdaptedCheckpoint(Checkpoint):
             target, _ = rename_source_key(name, renamings, converters, prefix, known)
             if target not in known and name in known:
                 target, _ = rename_source_key(name, [], [], prefix, known)
-            if target in known:
-                found[name] = target
+            found[name] = target
         return found
 
     @cached_property
@@ -146,10 +155,12 @@ class AdaptedCheckpoint(Checkpoint):
         return tuple(f"{name}." for name in (around, *(own[id(end)] for end in ends if end is not None)))
 
     def _check_names(self) -> None:
-        """Raise CheckpointError for a tensor of the decoder that is missing.
+        """Raise CheckpointError for a tensor of the decoder that is missing, UnsupportedError for one that is not read.
 
         A conversion with several results hides the names of all but one of them; `loaded` finds what is missing there.
         """
+        self._check_elements()
+        self._check_unplaced()
         if any(len(conversion.target_patterns) > 1 for conversion in _conversions(self.model)):
             return
         there, tied = set(self.targets.values()), self.model.all_tied_weights_keys
@@ -157,6 +168,29 @@ class AdaptedCheckpoint(Checkpoint):
         for name in self.model.state_dict():
             if name.startswith(needed) and name not in there and name not in tied:
                 raise CheckpointError(f"{self.directory}: tensor {name} is missing; {SAME_MODEL}")
+
+    def _check_elements(self) -> None:
+        """Raise UnsupportedError for stored elements of one byte, or integers, where the model has real numbers."""
+        known = self.model.state_dict()
+        for name, target in self.targets.items():
+            element = self._stored[name].entries[name].element
+            if known[target].is_floating_point() and (element.itemsize == 1 or not element.is_floating_point):
+                raise UnsupportedError(
+                    f"{self.directory}: {name} is stored as {element}, and quantized weights are read for families with a "
+                    "row only; take the model before it was quantized"
+                )
+
+    def _check_unplaced(self) -> None:
+        """Raise CheckpointError for decoder layers after the last one, unless they are for multi-token prediction."""
+        if any(_predicts(part) for part in (self.raw_config, self.model.config.get_text_config(decoder=True).to_dict())):
+            return
+        for name, target in self._renamed.items():
+            number = target.removeprefix(f"{self.found.layers}.").split(".")[0]
+            if target.startswith(f"{self.found.layers}.") and number.isdecimal() and int(number) >= self.found.count:
+                raise CheckpointError(
+                    f"{self.directory}: {name} belongs to layer {number}, and config.json has {self.found.count} layers and "
+                    f"none for multi-token prediction; {SAME_MODEL}"
+                )
 
     # Weights
 
@@ -173,8 +207,7 @@ class AdaptedCheckpoint(Checkpoint):
             if layer is None:
                 with quiet_transformers():
                     model.tie_weights(recompute_mapping=False)
-            else:
-                self._check_loaded(module, layer)
+            self._check_loaded(model, layer)
             yield
         finally:
             for part, parameters, buffers in empty:
@@ -183,11 +216,14 @@ class AdaptedCheckpoint(Checkpoint):
             self.release()
             heap.give_back()
 
-    def _check_loaded(self, module: nn.Module, layer: int) -> None:
-        for name, tensor in module.state_dict().items():
-            if tensor.is_meta:
-                where = f"{self.found.layers}.{layer}.{name}"
-                raise CheckpointError(f"{self.directory}: tensor {where} is missing; {SAME_MODEL}")
+    def _check_loaded(self, model: Any, layer: int | None) -> None:
+        """Raise CheckpointError if a tensor of a layer, or for None one around the layers, has no values."""
+        layers = f"{self.found.layers}."
+        due = self._outer_modules() if layer is None else (f"{layers}{layer}.",)
+        for name, tensor in model.state_dict().items():
+            is_elsewhere = layer is None and name.startswith(layers)
+            if tensor.is_meta and name.startswith(due) and not is_elsewhere:
+                raise CheckpointError(f"{self.directory}: tensor {name} is missing; {SAME_MODEL}")
 
     def _load(self, model: Any, names: Iterable[str], dtype: torch.dtype, device: torch.device | str) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -246,6 +282,8 @@ class AdaptedCheckpoint(Checkpoint):
             for name in self.names_by_layer[index]:
                 entry = self._stored[name].entries[name]
                 sizes[entry.element] = sizes.get(entry.element, 0) + entry.nbytes
+        if not sizes:
+            raise CheckpointError(f"{self.directory}: no file has a tensor of a decoder layer; {SAME_MODEL}")
         return max(sizes, key=lambda element: sizes[element])
 
     @cached_property
@@ -257,6 +295,23 @@ class AdaptedCheckpoint(Checkpoint):
     def loading_note(self) -> None:
         """Nothing: transformers loads the model."""
         return None
+
+    @property
+    def prediction_note(self) -> str | None:
+        """A sentence where layers for multi-token prediction have more experts than config.json says, else None."""
+        (count,) = {layer.count for layer in self.found.experts}
+        found = [_EXPERT.search(name) for name in self.stored_shapes.keys() - self.targets.keys()]
+        most = max((int(each[1]) + 1 for each in found if each is not None), default=0)
+        if most <= count:
+            return None
+        return (
+            f"layers for multi-token prediction are not pruned and have {most} experts, while config.json says {count}; "
+            "programs that run these layers cannot load them, and transformers leaves them out"
+        )
+
+    def kept_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the hidden states of all text before and after a layer, which a pass keeps in memory."""
+        return 2 * tokens * int(self.config.transformers_config.hidden_size) * dtype.itemsize
 
     def piece_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of weights that are resident together: what is around the layers, and the largest layer.
@@ -307,7 +362,8 @@ class AdaptedCheckpoint(Checkpoint):
     def refusal(self) -> UnsupportedError:
         """Return the error of a command that needs our own decoder."""
         return UnsupportedError(
-            f"{self.directory}: a {self.model_type} runs through transformers here, where `compress calibrate`, `compress "
+            f"{self.directory}: a model of the family {self.model_type} runs through "
+            "transformers here, where `compress calibrate`, `compress "
             "evaluate` and uniform pruning of whole experts (`compress prune --granularity expert --uniform`) work"
         )
 
@@ -327,7 +383,8 @@ def _check_known(raw: Mapping[str, Any]) -> None:
                 "model to a family of transformers, or wait for a release that has it"
             )
         raise UnsupportedError(f"{what}; a newer release of transformers may")
-    if raw.get("quantization_config"):
+    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
+    if any(part.get("quantization_config") for part in parts):
         raise UnsupportedError(
             f"config.json of this {model_type} has a quantization_config, and quantized weights are read for families "
             f"with a row only ({', '.join(sorted(ARCHITECTURES))}); take the model before it was quantized"
@@ -344,7 +401,15 @@ def _model_class(raw: Mapping[str, Any]) -> Any:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.can_generate():
             return found
-    raise UnsupportedError(f"no class of transformers for a {raw['model_type']} reads text and returns logits")
+    raise UnsupportedError(
+        f"no class of transformers for a model of the family {raw['model_type']} reads text and returns logits"
+    )
+
+
+def _predicts(config: Mapping[str, Any]) -> bool:
+    """Return whether a config, or one within it, counts layers for multi-token prediction."""
+    counts = [value for key, value in config.items() if _PREDICTION.search(str(key)) and type(value) is int]
+    return any(counts) or any(_predicts(part) for part in config.values() if isinstance(part, dict))
 
 
 def _conversions(model: Any) -> list[Any]:

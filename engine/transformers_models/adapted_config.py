@@ -21,6 +21,8 @@ from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers
 _REASON = "transformers runs its decoder here"
 _GROUPS = (("n_group", "topk_group"),)
 """Config keys of the number of groups of experts, and of the groups that a token's experts come from."""
+_WITHOUT_GROUPS = "greedy"
+"""The topk_method of routers that take the best of all experts."""
 _UNKNOWN_LENGTH = 1 << 20
 """Number of positions of a model whose config sets no maximum."""
 
@@ -36,7 +38,9 @@ def text_path(config: Any) -> tuple[str, ...]:
             return (key,)
         if own is not None and (path := text_path(own)) and own.get_text_config(decoder=True) is text:
             return (key, *path)
-    raise UnsupportedError(f"the language model's own config within that of a {config.model_type} is not found")
+    raise UnsupportedError(
+        f"the language model's own config within that of a model of the family {config.model_type} is not found"
+    )
 
 
 def adapted_config(config: Any, model_class: str, found: FoundLayers) -> DecoderConfig:
@@ -49,7 +53,8 @@ def adapted_config(config: Any, model_class: str, found: FoundLayers) -> Decoder
     heads, sizes = getattr(values, "num_attention_heads", 1), {layer.hidden_size for layer in found.experts}
     if len(sizes) > 1:
         raise UnsupportedError(
-            f"the experts of a {config.model_type} take inputs of {sorted(sizes)} numbers, not of one size"
+            f"the experts of a model of the family {config.model_type} take inputs of "
+            f"{sorted(sizes)} numbers, not of one size"
         )
     experts = {layer.index: layer for layer in found.experts}
     length = getattr(values, "max_position_embeddings", None)
@@ -95,6 +100,8 @@ def _layer(text: Any, experts: ExpertLayer | None) -> LayerConfig:
     if experts is None:
         return LayerConfig(window=None, moe=None, dense_width=0)
     groups, per_token = groups_of(text)
+    if experts.count % groups:
+        raise UnsupportedError(f"config.json: the {experts.count} experts of a layer are not {groups} groups of one size")
     each = experts.count // groups
     moe = MoeConfig(
         experts=experts.count,
@@ -108,7 +115,12 @@ def _layer(text: Any, experts: ExpertLayer | None) -> LayerConfig:
 
 
 def groups_of(text: Any) -> tuple[int, int]:
-    """Return the number of groups of experts, and how many of them a token's experts come from; (1, 1) without groups."""
+    """Return the number of groups of experts, and how many of them a token's experts come from; (1, 1) without groups.
+
+    Some configs name groups that their router does not use, because `topk_method` is greedy.
+    """
+    if getattr(text, "topk_method", None) == _WITHOUT_GROUPS:
+        return 1, 1
     for count, per_token in _GROUPS:
         found = getattr(text, count, None), getattr(text, per_token, None)
         if all(type(number) is int and number >= 1 for number in found):
@@ -123,7 +135,8 @@ def least_experts(text: Any, layers: tuple[ExpertLayer, ...]) -> int:
     best experts, also if all experts are in one group.
     """
     per_token = max(layer.per_token for layer in layers)
-    if not any(hasattr(text, key) for key, _ in _GROUPS):
+    is_greedy = getattr(text, "topk_method", None) == _WITHOUT_GROUPS
+    if is_greedy or not any(hasattr(text, key) for key, _ in _GROUPS):
         return per_token
     groups, used = groups_of(text)
     return groups * max(2, -(-per_token // used))

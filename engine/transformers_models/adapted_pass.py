@@ -112,7 +112,9 @@ def adapted_pass(
                 if after is not None:
                     after()
         if any(not each.is_over for each in passes):
-            raise UnsupportedError(f"a {checkpoint.model_type} runs its layers more than once, and they are read once")
+            raise UnsupportedError(
+                f"a model of the family {checkpoint.model_type} runs its layers more than once, and they are read once"
+            )
 
 
 @contextmanager

@@ -71,7 +71,9 @@ def skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
             model._move_missing_keys_from_meta_to_device(set(), {"": "cpu"}, None, None)  # buffers that no file holds
             model._initialize_missing_keys(False)
         except Exception as error:  # any exception of transformers for a config that it cannot build
-            raise UnsupportedError(f"transformers cannot build a {config.model_type}: {_shortened(error)}") from error
+            raise UnsupportedError(
+                f"transformers cannot build a model of the family {config.model_type}: {_shortened(error)}"
+            ) from error
     return model
 
 
@@ -87,17 +89,21 @@ def find_layers(model: Any, model_type: str) -> FoundLayers:
     """
     names = {id(module): name for name, module in model.named_modules()}
     if not any(is_experts(module) for module in model.modules()):
-        raise UnsupportedError(f"a {model_type} has no experts with the interface of transformers' stacked experts")
+        raise UnsupportedError(
+            f"a model of the family {model_type} has no experts with the interface of transformers' stacked experts"
+        )
     calls = _calls(model, model_type, names)
     if not calls:
-        raise UnsupportedError(f"text does not reach the experts of a {model_type}")
+        raise UnsupportedError(f"text does not reach the experts of a model of the family {model_type}")
     layers = _list_of_layers(model, [call.experts for call in calls], model_type)
     found = tuple(_expert_layer(model, layers, call, model_type) for call in calls)
     _check_each_once("experts", [each.experts for each in found], model_type)
     _check_each_once("a router", [each.router for each in found], model_type)
     indices = [each.index for each in found]
     if indices != sorted(set(indices)):
-        raise UnsupportedError(f"a {model_type} has several modules of experts in one layer, which are not read")
+        raise UnsupportedError(
+            f"a model of the family {model_type} has several modules of experts in one layer, which are not read"
+        )
     return FoundLayers(layers, len(model.get_submodule(layers)), found)
 
 
@@ -125,7 +131,8 @@ def _calls(model: Any, model_type: str, names: Mapping[int, str]) -> list[_Call]
         of = [(router, logits) for router, logits, indices in routed if indices is top_k_index]
         if not of:
             raise UnsupportedError(
-                f"the experts {name} of a {model_type} are not called with what one module returns as (logits, weights, "
+                f"the experts {name} of a model of the family {model_type} are not called with what "
+                "one module returns as (logits, weights, "
                 "indices), so its router is not known"
             )
         calls.append(_Call(name, *of[0], top_k_index.shape[-1]))
@@ -140,7 +147,9 @@ def _calls(model: Any, model_type: str, names: Mapping[int, str]) -> list[_Call]
             raise
         except Exception as error:  # any exception of a model that computes with the values of its inputs
             reason = _shortened(error)
-            raise UnsupportedError(f"a {model_type} cannot be examined without its weights: {reason}") from error
+            raise UnsupportedError(
+                f"a model of the family {model_type} cannot be examined without its weights: {reason}"
+            ) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -224,7 +233,7 @@ def _list_of_layers(model: nn.Module, experts: Sequence[str], model_type: str) -
         is_list = isinstance(model.get_submodule(prefix), nn.ModuleList)
         if is_list and all(name.startswith(f"{prefix}.") for name in experts):
             return prefix
-    raise UnsupportedError(f"the experts of a {model_type} do not lie in one list of layers")
+    raise UnsupportedError(f"the experts of a model of the family {model_type} do not lie in one list of layers")
 
 
 def _expert_layer(model: nn.Module, layers: str, call: _Call, model_type: str) -> ExpertLayer:
@@ -233,7 +242,8 @@ def _expert_layer(model: nn.Module, layers: str, call: _Call, model_type: str) -
     width, hidden = rest if module.is_transposed else reversed(rest)
     if not count <= call.logits_TN.shape[-1] <= count + 1:
         raise UnsupportedError(
-            f"the router {call.router} of a {model_type} returns {call.logits_TN.shape[-1]} logits for {count} experts"
+            f"the router {call.router} of a model of the family {model_type} returns "
+            f"{call.logits_TN.shape[-1]} logits for {count} experts"
         )
     index = int(call.experts.removeprefix(f"{layers}.").split(".")[0])
     return ExpertLayer(index, call.experts, call.router, count, call.per_token, hidden, width)
@@ -242,7 +252,9 @@ def _expert_layer(model: nn.Module, layers: str, call: _Call, model_type: str) -
 def _check_each_once(what: str, names: Sequence[str], model_type: str) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise UnsupportedError(f"several layers of a {model_type} share {what} ({name}), and each needs its own")
+            raise UnsupportedError(
+                f"several layers of a model of the family {model_type} share {what} ({name}), and each needs its own"
+            )
 
 
 @dataclass(frozen=True)
@@ -279,7 +291,7 @@ def find_count_key(
     """
     model_type, counts = raw["model_type"], {layer.count for layer in found.experts}
     if len(counts) > 1:
-        raise UnsupportedError(f"a {model_type} whose layers have {sorted(counts)} experts is not read")
+        raise UnsupportedError(f"a model of the family {model_type} whose layers have {sorted(counts)} experts is not read")
     (count,) = counts
     model = build(raw)
     before, own = {name: tuple(each.shape) for name, each in model.state_dict().items()}, raw
@@ -298,7 +310,9 @@ def find_count_key(
         if axes is not None and all(f"{layer.experts}.down_proj" in axes for layer in found.experts):
             _check_within(axes, found, model_type)
             return CountKey(entry.path, axes)
-    raise UnsupportedError(f"the number of experts of a {model_type} ({count}) is in no entry of config.json that we find")
+    raise UnsupportedError(
+        f"the number of experts of a model of the family {model_type} ({count}) is in no entry of config.json that we find"
+    )
 
 
 def _axes(
@@ -324,7 +338,9 @@ def _check_within(axes: Mapping[str, ExpertAxis], found: FoundLayers, model_type
     places = tuple(f"{found.layers}.{layer.index}." for layer in found.experts)
     outside = [name for name in axes if not name.startswith(places)]
     if outside:
-        raise UnsupportedError(f"the number of experts of a {model_type} also decides the shape of {outside[0]}")
+        raise UnsupportedError(
+            f"the number of experts of a model of the family {model_type} also decides the shape of {outside[0]}"
+        )
 
 
 def _shortened(error: Exception) -> str:

@@ -70,7 +70,8 @@ def _check_router(checkpoint: AdaptedCheckpoint, router: str) -> None:
     for name, tensor in checkpoint.model.get_submodule(router).state_dict().items():
         if not tensor.is_floating_point():
             raise UnsupportedError(
-                f"{checkpoint.directory}: {router}.{name} is a table of expert numbers, and a {checkpoint.model_type} needs "
+                f"{checkpoint.directory}: {router}.{name} is a table of expert numbers, and a model "
+                f"of the family {checkpoint.model_type} needs "
                 "all experts in it; no expert can be removed"
             )
 
@@ -89,8 +90,8 @@ def _places(
         fitting = [each for each, found in enumerate(shape) if found == size]
         if axis.axis not in fitting and len(fitting) != 1:
             raise UnsupportedError(
-                f"{checkpoint.directory}: {name} has shape {list(shape)}, in which the {count} experts of a "
-                f"{checkpoint.model_type} are not found"
+                f"{checkpoint.directory}: {name} has shape {list(shape)}, in which the {count} experts of a model "
+                f"of the family {checkpoint.model_type} are not found"
             )
         yield name, EveryExpert(layer, axis.axis if axis.axis in fitting else fitting[0])
 

@@ -20,9 +20,9 @@ from compress.options.prune import PruneOptions
 from compress.options.refit import RefitOptions
 from compress.options.training import RecoverOptions
 from compress.plans.selection import Budget
-from compress.prune import prune
+from compress.prune import prepare_pruning, prune
 from compress.statistics_file import calibrate_to_file
-from engine.errors import CompressError, OptionError
+from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
 TEXT = CalibrationOptions(data="stdlib", samples=3, sequence_length=24, evaluation_samples=2)
@@ -49,15 +49,15 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
         ({"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")}, "unit-obs needs our own decoder"),
         (
             {"budget": Budget(experts=5, min_experts=0)},
-            "a exaone_moe has one number of experts in config.json, .* add --uniform",
+            "a model of the family exaone_moe has one number of experts in config.json, .* add --uniform",
         ),
         (
             {"budget": Budget(experts=1, scope="uniform", min_experts=1)},
-            "min-experts is 1; the router of a exaone_moe takes 2",
+            "min-experts is 1; the router of the family exaone_moe takes 2",
         ),
-        ({"merge": "cka"}, "a exaone_moe runs through transformers here"),
-        ({"recover": RecoverOptions(steps=1)}, "a exaone_moe runs through transformers here"),
-        ({"refit": RefitOptions(correct=True)}, "a exaone_moe runs through transformers here"),
+        ({"merge": "cka"}, "a model of the family exaone_moe runs through transformers here"),
+        ({"recover": RecoverOptions(steps=1)}, "a model of the family exaone_moe runs through transformers here"),
+        ({"refit": RefitOptions(correct=True)}, "a model of the family exaone_moe runs through transformers here"),
     ],
 )
 def test_what_needs_our_own_decoder_is_refused(model: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -66,8 +66,27 @@ def test_what_needs_our_own_decoder_is_refused(model: Path, tmp_path: Path, chan
     assert not (tmp_path / "result").exists()
 
 
+def test_the_places_of_experts_are_checked_before_any_work(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(checkpoint: Any) -> None:
+        raise UnsupportedError("no expert can be removed")
+
+    monkeypatch.setattr("compress.prune.expert_places", refuse)
+    with pytest.raises(UnsupportedError, match="no expert can be removed"):
+        prepare_pruning(_options(model, tmp_path / "result"))
+
+
+@pytest.mark.slow
+def test_families_without_removable_experts_are_refused_before_any_work(tmp_path: Path) -> None:
+    """The directory has no tokenizer: the refusal comes before text is read."""
+    save_tiny(by_name("deepseek_v4"), tmp_path / "full")
+    with pytest.raises(UnsupportedError, match="is a table of expert numbers"):
+        prepare_pruning(_options(tmp_path / "full", tmp_path / "result"))
+
+
 def test_skipping_is_refused(model: Path) -> None:
-    with pytest.raises(OptionError, match="transformers runs a exaone_moe and skips no experts"):
+    with pytest.raises(OptionError, match="transformers runs a model of the family exaone_moe and skips no experts"):
         evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, skip_threshold=1.0))
 
 

@@ -278,8 +278,10 @@ def measured(family: Family, path: Path) -> dict[str, float] | str:
         apply(pruning_plan(kept), checkpoint, path / "pruned")
     except UnsupportedError as error:
         return str(error).removeprefix(f"{path / 'full'}: ")
+    whole = logits_of(model)
     with masked(model, checkpoint, kept):
         reference = logits_of(model)
+    assert difference(reference, whole) > 1e-3, "the model's logits do not depend on the removed experts"
     pruned = AdaptedCheckpoint(path / "pruned")
     found[COLUMNS[1]] = difference(logits_of(loaded(family, path / "pruned")), reference)
     return found | {COLUMNS[2]: difference(through_layers(pruned), reference)}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +32,15 @@ from transformers import Qwen3MoeForCausalLM
 
 from calibrate.collect import collect
 from compress.plans.apply import apply
-from compress.plans.plan import pruning_plan
+from compress.plans.plan import Plan, Source, kept_expert, narrowed_expert, pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.routing import NO_EXPERT, Gated, Selection, probabilities
-from engine.errors import CheckpointError, CompressError, PlanError, UnsupportedError
+from engine.errors import CheckpointError, CompressError, OptionError, PlanError, UnsupportedError
 from engine.families.table import ARCHITECTURES
+from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.transformers_models.adapted_block import OwnRouting
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.adapted_config import adapted_config, groups_of, least_experts
 from engine.transformers_models.adapted_pass import adapted_pass
 from engine.transformers_models.expert_layers import find_layers, skeleton
 from engine.transformers_models.interface_families import interface_families
@@ -47,7 +52,7 @@ FAMILIES = interface_families()
 REFUSED = {
     "deepseek_v4": "is a table of expert numbers",
     "diffusion_gemma": "do not lie in one list of layers",
-    "ernie4_5_vl_moe": "the 8 experts of a ernie4_5_vl_moe are not found",
+    "ernie4_5_vl_moe": "the 8 experts of a model of the family ernie4_5_vl_moe are not found",
     "openai_privacy_filter": "none of its classes returns logits",
 }
 """Families that cannot be pruned through transformers, with a part of the reason."""
@@ -59,6 +64,14 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, A
     path = tmp_path_factory.mktemp(request.param)
     model = save_tiny(by_name(request.param), path / "full")
     return model, AdaptedCheckpoint(path / "full"), path
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny exaone_moe; tests copy it."""
+    path = tmp_path_factory.mktemp("stored")
+    save_tiny(by_name("exaone_moe"), path)
+    return path
 
 
 def test_the_list_of_families_is_made_from_transformers() -> None:
@@ -129,7 +142,7 @@ def test_results_are_copies_of_stored_bytes(tmp_path: Path) -> None:
     save_tiny(by_name("exaone_moe"), tmp_path / "single")
     for name in ("stacked", "single"):
         stored = load_file(tmp_path / name / "model.safetensors")
-        stored["model.layers.9.mlp.experts.0.w1.weight"] = torch.arange(6, dtype=torch.uint8).view(2, 3)
+        stored["mtp.layers.9.mlp.experts.0.w1.weight"] = torch.arange(6, dtype=torch.uint8).view(2, 3)
         save_file(stored, tmp_path / name / "model.safetensors")
         checkpoint = AdaptedCheckpoint(tmp_path / name)
         kept = {layer: [1, 2, 4, 7] for layer in checkpoint.config.moe_layers}
@@ -145,9 +158,7 @@ def test_results_are_copies_of_stored_bytes(tmp_path: Path) -> None:
                 assert torch.equal(result[key], stored[origin])
             elif ".experts." not in key or name == "stacked":
                 assert torch.equal(result[key], stored[key][[1, 2, 4, 7]])
-        assert torch.equal(
-            result["model.layers.9.mlp.experts.0.w1.weight"], stored["model.layers.9.mlp.experts.0.w1.weight"]
-        )
+        assert torch.equal(result["mtp.layers.9.mlp.experts.0.w1.weight"], stored["mtp.layers.9.mlp.experts.0.w1.weight"])
 
 
 def test_gates_scale_what_the_router_has_chosen(tmp_path: Path) -> None:
@@ -169,21 +180,40 @@ def test_gates_scale_what_the_router_has_chosen(tmp_path: Path) -> None:
 def test_a_routing_without_the_routers_logits_is_refused() -> None:
     own = OwnRouting(4)
     own.see(torch.randn(2, 5), torch.tensor([[0.2, 0.8], [1.0, 0.0]]), torch.tensor([[0, 4], [2, 1]]))
-    assert own(own.logits_TN).experts.tolist() == [[NO_EXPERT, 0], [2, 1]]  # the largest weight first
+    found = own(own.logits_TN)
+    assert found.experts.tolist() == [[NO_EXPERT, 0], [2, NO_EXPERT]]  # the largest weight first; a weight of 0 is no slot
+    own.use(torch.tensor([[0.4, 0.6], [1.0, 0.5]]), torch.tensor([[0, 4], [2, 1]]))  # the block has changed the weights
+    assert own(own.logits_TN).experts.tolist() == [[NO_EXPERT, 0], [2, 1]]
+    assert own(own.logits_TN).weights.tolist() == torch.tensor([[0.6, 0.4], [1.0, 0.5]]).tolist()
     assert own.logits_TN.shape == (2, 4)
     with pytest.raises(UnsupportedError, match="cannot choose by other logits"):
         own(own.logits_TN + 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slots", [3, 1])
 @pytest.mark.parametrize("scores", [torch.softmax, lambda logits, dim: logits.sigmoid()])
-def test_probabilities_follow_from_the_weights(scores: Any) -> None:
+def test_probabilities_follow_from_the_weights(scores: Any, slots: int, dtype: torch.dtype) -> None:
+    """Weights of one slot are those of the scores, as a sum of one weight would leave nothing of them."""
     logits_TN = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     scored_TN = scores(logits_TN, dim=-1)
-    weights_TK, experts_TK = scored_TN.topk(3)
+    weights_TK, experts_TK = scored_TN.topk(slots)
     own = OwnRouting(8)
-    own.see(logits_TN, weights_TK / weights_TK.sum(-1, keepdim=True), experts_TK)
+    own.see(logits_TN, (weights_TK if slots == 1 else weights_TK / weights_TK.sum(-1, keepdim=True)).to(dtype), experts_TK)
     assert torch.allclose(probabilities(own, own.logits_TN), scored_TN / scored_TN.sum(-1, keepdim=True), atol=1e-6)
     assert isinstance(own(own.logits_TN), Selection)
+
+
+def test_weights_of_no_known_function_are_refused() -> None:
+    """Weights that are all 1, for one slot, tell nothing; then softmax is taken."""
+    logits_TN = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    values_TK, experts_TK = logits_TN.topk(3)
+    own, single = OwnRouting(8, "layers.0.gate"), OwnRouting(8)
+    own.see(logits_TN, values_TK.exp().sqrt(), experts_TK)
+    with pytest.raises(UnsupportedError, match=r"weights of layers\.0\.gate are proportional to no function"):
+        own.probabilities(own.logits_TN)
+    single.see(logits_TN, torch.ones(6, 1), experts_TK[:, :1])
+    assert torch.equal(single.probabilities(single.logits_TN), logits_TN.softmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -192,10 +222,14 @@ def test_probabilities_follow_from_the_weights(scores: Any) -> None:
         ({"model_type": "some_moe"}, "'some_moe' has no row of its own here, and transformers"),
         ({"model_type": "some_moe", "auto_map": {"AutoModel": "a.B"}}, "code lies beside the weights .trust_remote_code."),
         ({"quantization_config": {"quant_method": "fp8"}}, "exaone_moe has a quantization_config"),
+        ({"text_config": {"quantization_config": {"bits": 4}}}, "exaone_moe has a quantization_config"),
         ({"model_type": "llama4"}, "text_config is missing"),
-        ({"model_type": "bert"}, "a bert has no experts with the interface"),
-        ({"model_type": "vit", "architectures": ["ViTModel"]}, "no class of transformers for a vit reads text"),
-        ({"num_attention_heads": 5}, "a exaone_moe cannot be examined without its weights"),
+        ({"model_type": "bert"}, "a model of the family bert has no experts with the interface"),
+        (
+            {"model_type": "vit", "architectures": ["ViTModel"]},
+            "no class of transformers for a model of the family vit reads text",
+        ),
+        ({"num_attention_heads": 5}, "a model of the family exaone_moe cannot be examined without its weights"),
     ],
 )
 def test_models_that_do_not_fit_are_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -215,12 +249,80 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         AdaptedCheckpoint(tmp_path)
 
 
+def _changed_file(directory: Path, changes: dict[str, Tensor | None]) -> None:
+    """Add or replace tensors of a model's only file; None removes one."""
+    stored = load_file(directory / "model.safetensors") | changes
+    save_file({name: each for name, each in stored.items() if each is not None}, directory / "model.safetensors")
+
+
+def test_stored_tensors_that_are_not_read_are_refused(stored: Path, tmp_path: Path) -> None:
+    """A layer after the last one is refused unless the config has layers for multi-token prediction; so are low bits."""
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
+    extra, norm = "model.layers.4.mlp.experts.7.w1.weight", "model.layers.1.input_layernorm.weight"
+    _changed_file(tmp_path, {extra: torch.ones(2)})
+    with pytest.raises(CheckpointError, match=f"{extra} belongs to layer 4, and config.json has 4 layers"):
+        AdaptedCheckpoint(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
+    assert AdaptedCheckpoint(tmp_path).prediction_note is None
+    _changed_file(tmp_path, {norm: torch.ones(32, dtype=torch.uint8)})
+    with pytest.raises(UnsupportedError, match=f"{norm} is stored as torch.uint8"):
+        AdaptedCheckpoint(tmp_path)
+
+
+def test_a_result_says_that_prediction_layers_keep_their_experts(stored: Path, tmp_path: Path) -> None:
+    shutil.copytree(stored, tmp_path / "full", dirs_exist_ok=True)
+    _changed_file(tmp_path / "full", {f"mtp.layers.0.mlp.experts.{number}.w1.weight": torch.ones(2) for number in range(8)})
+    checkpoint = AdaptedCheckpoint(tmp_path / "full")
+    assert checkpoint.prediction_note is None
+    (tmp_path / "pruned").mkdir()
+    apply(pruning_plan({layer: [1, 2, 4, 7] for layer in checkpoint.config.moe_layers}), checkpoint, tmp_path / "pruned")
+    note = AdaptedCheckpoint(tmp_path / "pruned").prediction_note
+    assert note is not None
+    assert "have 8 experts, while config.json says 4" in note
+
+
+def test_what_is_around_the_layers_must_be_there_after_loading(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversions with several results hide names from the check at opening; the load itself finds what is missing."""
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
+    _changed_file(tmp_path, {"model.norm.weight": None})
+    monkeypatch.setattr(AdaptedCheckpoint, "_check_names", lambda checkpoint: None)
+    emptied = AdaptedCheckpoint(tmp_path)
+    emptied.names_by_layer = {layer: [] for layer in range(emptied.found.count)}
+    with pytest.raises(CheckpointError, match="no file has a tensor of a decoder layer"):
+        emptied.model_element  # noqa: B018
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is missing"):
+        through_layers(AdaptedCheckpoint(tmp_path))
+
+
+def test_groups_that_the_router_does_not_use_are_left_out() -> None:
+    text = SimpleNamespace(n_group=3, topk_group=2, topk_method="group_limited_greedy")
+    assert groups_of(text) == (3, 2)
+    text.topk_method = "greedy"
+    assert groups_of(text) == (1, 1)
+    assert least_experts(text, (SimpleNamespace(per_token=4),)) == 4  # type: ignore[arg-type]
+    model = skeleton(Qwen3MoeForCausalLM, tiny_config("qwen3_moe", n_group=3, topk_group=1), torch.float32)
+    with pytest.raises(UnsupportedError, match="the 8 experts of a layer are not 3 groups of one size"):
+        adapted_config(model.config, "Qwen3MoeForCausalLM", find_layers(model, "qwen3_moe"))
+
+
+def test_a_memory_limit_counts_the_hidden_states_of_all_text(stored: Path) -> None:
+    checkpoint, demand = AdaptedCheckpoint(stored), MemoryDemand(torch.bfloat16, 16)
+    limit = 4 << 30
+    assert budget_for(limit, checkpoint, demand).limit == limit
+    assert checkpoint.kept_bytes(1000, torch.bfloat16) == 2 * 1000 * 32 * 2
+    with pytest.raises(OptionError, match="and this needs"):
+        budget_for(limit, checkpoint, replace(demand, tokens=limit // (32 * 4)))
+
+
 def test_routers_that_do_not_fit_are_refused() -> None:
     model = skeleton(Qwen3MoeForCausalLM, tiny_config("qwen3_moe"), torch.float32)
     blocks = [layer.mlp for layer in model.model.layers]
     own = blocks[0].gate
     blocks[1].gate = own
-    with pytest.raises(UnsupportedError, match="several layers of a qwen3_moe share a router"):
+    with pytest.raises(UnsupportedError, match="several layers of a model of the family qwen3_moe share a router"):
         find_layers(model, "qwen3_moe")
     blocks[1].gate = _Copying(own)
     with pytest.raises(UnsupportedError, match="not called with what one module returns"):
@@ -249,11 +351,15 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (
             {layer: [3] for layer in checkpoint.config.moe_layers},
             PlanError,
-            "keeps 1 experts, and the router of a exaone_moe needs 2",
+            "keeps 1 experts, and the router of a model of the family exaone_moe needs 2",
         ),
     ):
         with pytest.raises(error, match=message):
             apply(pruning_plan(kept), checkpoint, tmp_path / "result")
+    for changed in (narrowed_expert(0, range(4)), kept_expert(1), replace(kept_expert(0), router=(Source(0), Source(3)))):
+        plan = Plan({layer: (changed, kept_expert(1), kept_expert(2)) for layer in checkpoint.config.moe_layers})
+        with pytest.raises(UnsupportedError, match="runs through transformers here"):
+            apply(plan, checkpoint, tmp_path / "result")
     with pytest.raises(UnsupportedError, match="runs through transformers here"):
         checkpoint.source(torch.float32)
     assert not (tmp_path / "result").exists()
