@@ -35,7 +35,7 @@ from engine.files.safetensors_file import open_shards
 from engine.passes import heap
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.expert_layers import CountKey, FoundLayers, find_count_key, find_layers, skeleton
-from engine.transformers_models.interface_families import classes_of
+from engine.transformers_models.interface_families import classes_of, has_interface
 from engine.transformers_models.transformers_model import quiet_transformers
 
 _RELEASE_EVERY_BYTES = 64 << 20
@@ -383,6 +383,11 @@ def _check_known(raw: Mapping[str, Any]) -> None:
                 "model to a family of transformers, or wait for a release that has it"
             )
         raise UnsupportedError(f"{what}; a newer release of transformers may")
+    if not has_interface(str(model_type)):
+        raise UnsupportedError(
+            f"model family {shown(model_type)} has no experts with the interface of transformers' stacked experts; supported "
+            f"families: {', '.join(sorted(ARCHITECTURES))}, and those of transformers with that interface"
+        )
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     if any(part.get("quantization_config") for part in parts):
         raise UnsupportedError(

@@ -35,6 +35,14 @@ def interface_families() -> list[Family]:
     return [_family(name) for name in names]
 
 
+def has_interface(model_type: str) -> bool:
+    """Return whether a modeling file of a model type's folder decorates experts."""
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models" / str(_folder_of(model_type))
+    return any(INTERFACE in file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py"))
+
+
 def _family(name: str) -> Family:
     import transformers
 

@@ -165,6 +165,7 @@ def test_other_recipes_end_in_plain_checkpoints(recipe: str) -> None:
     assert (Path("out") / "preprocessor_config.json").is_file() and out.inputs().size == (SIZE, SIZE)
 
 
+@pytest.mark.slow
 def test_training_teaches_and_commands_take_the_result() -> None:
     """Training works from labels alone and then from that teacher, for texts too. `evaluate` reports the same accuracy."""
     longer = ["--batch-size", "12", "--learning-rate", "0.05", "--overwrite"]

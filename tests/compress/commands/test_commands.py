@@ -25,7 +25,7 @@ from compress.options.densify import DensifyOptions
 from compress.options.distill import DistillOptions
 from compress.options.distill_classifier import ClassifierOptions
 from compress.options.evaluate import EvaluateOptions
-from compress.options.export import ClassifierExportOptions, ExportOptions
+from compress.options.export import ClassifierExportOptions, ExportOptions, GgufExportOptions
 from compress.options.plan_run import RunOptions
 from compress.options.presets import PresetOptions
 from compress.options.prune import MergeOptions, PruneOptions
@@ -42,7 +42,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "densify": (DensifyOptions, PresetOptions, *HUB),
     "distill": (DistillOptions, ClassifierOptions, PresetOptions, Push),
     "evaluate": (EvaluateOptions, Revision),
-    "export": (ExportOptions, ClassifierExportOptions, *HUB),
+    "export": (ExportOptions, GgufExportOptions, ClassifierExportOptions, *HUB),
     "generate": (GenerateOptions, Revision),
     "inspect": (InspectOptions, Revision),
     "merge": (MergeOptions, Afterwards, *HUB),

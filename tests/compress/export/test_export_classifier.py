@@ -66,6 +66,7 @@ def difference(name: str, exported: str, given: dict[str, torch.Tensor]) -> floa
     return float((own - other).abs().max())
 
 
+@pytest.mark.slow
 def test_an_export_of_images_gives_the_mixtures_logits_and_predictions(place: Path) -> None:
     figures = run("export", "mixture", "-o", "onnx")
     assert figures["format"] == "onnx" and figures["experts"] == CLASSES and figures["bytes"] > figures["weights_bytes"]
@@ -103,6 +104,7 @@ def test_an_export_of_images_gives_the_mixtures_logits_and_predictions(place: Pa
         OnnxClassifier(described_wrongly)
 
 
+@pytest.mark.slow
 def test_int8_is_one_flag(place: Path) -> None:
     """Quantization is static for convolutions, dynamic for texts. The graph has int8 weights. Predictions are reported."""
     import onnx
@@ -120,6 +122,7 @@ def test_int8_is_one_flag(place: Path) -> None:
     assert not (place / "untrained-onnx").exists()
 
 
+@pytest.mark.slow
 def test_an_export_of_texts_takes_any_length_and_padding() -> None:
     figures = run("export", "mixture-texts", "-o", "onnx-texts")
     assert figures["max_abs_logit_difference"] <= 1e-4

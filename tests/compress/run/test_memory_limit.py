@@ -74,6 +74,7 @@ def _numbers(value: Any) -> list[float]:
     return [float(value)]
 
 
+@pytest.mark.slow
 def test_calibration_within_a_limit(model: Path, tmp_path: Path) -> None:
     files = []
     for name, limit in (("free", []), ("limited", ["--memory-limit", str(LIMIT)])):

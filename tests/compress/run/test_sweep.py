@@ -46,6 +46,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     return calls
 
 
+@pytest.mark.slow
 def test_artifacts_are_those_of_single_runs_from_one_calibration(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collected = counted(monkeypatch, "collect")
     gradients = []
