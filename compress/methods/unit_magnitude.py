@@ -15,14 +15,17 @@ from torch import Tensor
 from calibrate.unit_statistics import UnitSums
 from compress.methods.unit_criterion import UnitScores, down_projection, sums_of, unit_criterion
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.passes import heap
 
 
 def magnitude_scores(checkpoint: Checkpoint, sums: Mapping[int, UnitSums]) -> UnitScores:
-    """Return the score of each unit, [F] float64 for each FFN, by decoder layer index."""
+    """Return the score of each unit, [F] float64 for each FFN, by decoder layer index. One layer is in memory at a time."""
     scores: dict[int, list[Tensor]] = {}
     for layer, own in sums.items():
         energies = enumerate(own.weighted_square_sum)
         scores[layer] = [energy_F * column_energies(down_projection(checkpoint, layer, n)) for n, energy_F in energies]
+        checkpoint.release()
+        heap.give_back()
     return scores
 
 

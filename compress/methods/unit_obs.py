@@ -25,6 +25,7 @@ from compress.methods.inputs import MethodRun
 from compress.methods.least_squares import factored, mean_square
 from compress.methods.unit_criterion import UnitScores, down_projection, include_of, unit_criterion, unit_directory
 from compress.methods.unit_fisher import gradients_of
+from engine.passes import heap
 
 RIDGE = 1e-2
 """ρ of H, where ρ̄ = ρ·mean(diag H)."""
@@ -70,6 +71,8 @@ def obs_scores(run: MethodRun) -> UnitScores:
             parts = (moments.fit, moments.held)
             gram_FF = sum((own if moments.is_gram else own.T @ own for own in parts), torch.zeros(()))
             scores[layer].append(surgeon_scores(gram_FF, down_projection(checkpoint, layer, number), output[layer] / tokens))
+        checkpoint.release()
+        heap.give_back()
     return scores
 
 

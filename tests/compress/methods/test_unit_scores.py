@@ -324,3 +324,17 @@ def test_a_gram_matrix_that_rounding_made_indefinite_has_scores(down: Tensor) ->
     gram[2, 3] = gram[3, 2] = gram[2, 3] * (1 + 2e-7)  # one unit in the last place
     assert float(torch.linalg.eigvalsh(gram.double())[0]) < 0.0
     assert bool(surgeon_scores(gram, down, torch.ones(HIDDEN).double(), ridge=1e-9).isfinite().all())
+
+
+def test_pages_of_down_projections_are_released_after_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_reference("mixtral", tmp_path / "model")
+    checkpoint = Checkpoint(tmp_path / "model")
+    collect_units(checkpoint, TOKENS, tmp_path / "units", moments=False, dtype=torch.float32)
+    layers = checkpoint.config.moe_layers
+    sums, order = {layer: unit_sums(tmp_path / "units", layer) for layer in layers}, list[str]()
+    read, release = Checkpoint.tensor, Checkpoint.release
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name: order.append(name.split(".")[2]) or read(self, name))
+    monkeypatch.setattr(Checkpoint, "release", lambda self: order.append("release") or release(self))
+    magnitude_scores(checkpoint, sums)
+    experts = checkpoint.config.experts_by_layer
+    assert order == [each for layer in layers for each in (*[str(layer)] * experts[layer], "release")]
