@@ -103,7 +103,8 @@ def hidden_units(checkpoint: Checkpoint, decoder: Decoder, place: Path) -> dict[
             found[f"unit squares.{layer}.{len(text)}"] = torch.cat([*sums.square_sum, *sums.weighted_square_sum])
             for expert in range(count):
                 moments = unit_moments(directory, layer, expert)
-                found[f"unit moments.{layer}.{expert}.{len(text)}"] = torch.stack([moments.fit, moments.held])
+                parts = [own if moments.is_gram else own.T @ own for own in (moments.fit, moments.held)]
+                found[f"unit moments.{layer}.{expert}.{len(text)}"] = torch.stack(parts)
     found |= {f"unit correction.{name}": own.float() for name, own in correction(checkpoint, place).items()}
     gradients = unit_gradients(decoder, TOKENS, 3, budget=IN_PAIRS)
     for layer, output in gradients.output.items():
