@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import MISSING
+from pathlib import Path
 from typing import Any
 
 import click
@@ -92,7 +93,7 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclass(name: str) -> N
 PARTS = ("budget", "quantiser", "load")
 """Parts that are None unless one of their options is given, or that Python callers must give."""
 REQUIRED: dict[str, Any] = {
-    "output": None,
+    "output": Path("result.gguf"),
     "method": "",
     "model": "",
     "budget": None,
