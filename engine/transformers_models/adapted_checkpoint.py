@@ -385,8 +385,8 @@ def _check_known(raw: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"{what}; a newer release of transformers may")
     if not has_interface(str(model_type)):
         raise UnsupportedError(
-            f"model family {shown(model_type)} has no experts with the interface of transformers' stacked experts; supported "
-            f"families: {', '.join(sorted(ARCHITECTURES))}, and those of transformers with that interface"
+            f"model family {shown(model_type)} has no experts with the interface of transformers' stacked experts; "
+            f"supported families: {', '.join(sorted(ARCHITECTURES))}, and those of transformers with that interface"
         )
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     if any(part.get("quantization_config") for part in parts):

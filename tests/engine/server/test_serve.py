@@ -118,12 +118,20 @@ def test_a_second_sigterm_ends_it_whatever_hangs(directory: Path, hanging: str) 
 
 
 def test_while_the_model_loads_all_is_503(directory: Path) -> None:
-    """The test finds a free port first, because the server's first line comes only after loading."""
+    """On a busy machine the server may have loaded before the test is asked to run again, so it has three attempts."""
+    assert any(statuses_while_loading(directory) == {200, 503} for _ in range(3))
+
+
+def statuses_while_loading(directory: Path) -> set[int]:
+    """Return the statuses of /health from the start until the model is loaded.
+
+    A free port is found first, because the server's first line comes only after loading.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with process(directory, "--port", str(port), wait=False) as (server, _):
-        url, statuses, short = f"http://127.0.0.1:{port}", set(), LONG | {"max_tokens": 1}
+        url, statuses, short = f"http://127.0.0.1:{port}", set[int](), LONG | {"max_tokens": 1}
 
         def answered() -> bool:
             try:
@@ -137,9 +145,9 @@ def test_while_the_model_loads_all_is_503(directory: Path) -> None:
             return answer.status_code == 200
 
         wait_for(answered, seconds=60)
-        assert statuses == {200, 503}
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == 0
+    return statuses
 
 
 def test_sigterm_while_the_model_loads(directory: Path) -> None:
