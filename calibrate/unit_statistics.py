@@ -93,9 +93,14 @@ def moments_bytes(config: DecoderConfig, tokens: int, include: Collection[str] =
     return total
 
 
+def _has_gram(width: int, tokens: int) -> bool:
+    """Return whether the moments of an FFN that so many tokens use are a Gram matrix; otherwise they are a sample."""
+    return width <= WIDEST_GRAM and tokens >= min(width, SAMPLED_TOKENS)
+
+
 def _most_bytes(width: int, tokens: int) -> int:
     """Return the most bytes on disk of the moments of an FFN that at most so many tokens use."""
-    if width <= WIDEST_GRAM and tokens >= min(width, SAMPLED_TOKENS):
+    if _has_gram(width, tokens):
         return 2 * 4 * width**2
     return 4 * width * min(tokens, SAMPLED_TOKENS + len(PARTS))
 
@@ -247,7 +252,7 @@ class _UnitSums:
     def __init__(self, number: int, width: int, count: int, moments: bool) -> None:
         """count: the FFN's tokens in all processes, which decide whether and how they are sampled."""
         self.number, self.tokens = number, 0
-        self.is_gram = width <= WIDEST_GRAM and count >= min(width, SAMPLED_TOKENS)
+        self.is_gram = _has_gram(width, count)
         self._step = max(1, -(-count // SAMPLED_TOKENS))
         self.square_F = torch.zeros(width, dtype=torch.float64)
         self.weighted_F = torch.zeros_like(self.square_F)

@@ -5,13 +5,12 @@ The result is a plain checkpoint of its family, under the source's own names. Ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from compress.plans.plan import Plan, check_plan
+from compress.plans.releasing import Releasing
 from compress.plans.selection import moe_configs
 from engine.errors import PlanError, UnsupportedError
 from engine.files.json_file import write_json
@@ -19,7 +18,6 @@ from engine.files.safetensors_writer import ShardWriter
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.stored_experts import StoredResult, expert_places
 
-_RELEASE_EVERY_BYTES = 64 << 20
 _LEFT_OUT = "auto_map"
 """Config key that names code beside the source's weights, which results do not have."""
 
@@ -46,7 +44,7 @@ def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
                 f"plan, layer {layer}: keeps {len(own)} experts, and the router of a model of the "
                 f"family {model_type} needs {least}"
             )
-        _check_groups(plan, checkpoint, layer)
+        _check_groups(kept[layer], checkpoint, layer)
     expert_places(checkpoint)
 
 
@@ -58,10 +56,10 @@ def _kept(plan: Plan) -> dict[int, list[int]]:
     }
 
 
-def _check_groups(plan: Plan, checkpoint: AdaptedCheckpoint, layer: int) -> None:
+def _check_groups(kept: list[int], checkpoint: AdaptedCheckpoint, layer: int) -> None:
     """Raise PlanError unless the kept experts are in order, as many of each group."""
     groups = moe_configs(checkpoint.config)[layer].groups
-    found = [groups[expert] for expert in _kept(plan)[layer]] if groups else []
+    found = [groups[expert] for expert in kept] if groups else []
     each = len(found) // (max(groups) + 1) if groups else 0
     if found != [number for number in range(max(groups, default=-1) + 1) for _ in range(each)]:
         raise PlanError(
@@ -86,21 +84,9 @@ def apply_adapted(
 ) -> None:
     """Write config and weights into an empty directory. Raises the errors of `check_fits_adapted`."""
     check_fits_adapted(plan, checkpoint)
-    result = StoredResult(checkpoint, _kept(plan))
+    result, releasing = StoredResult(checkpoint, _kept(plan)), Releasing(checkpoint)
     with ShardWriter(directory, result.layout, shard_bytes) as writer:
         for name in progress(list(result.layout)):
-            writer.add_rows(name, _releasing(checkpoint, result.pieces(name)))
+            writer.add_rows(name, releasing.after(result.pieces(name)))
         checkpoint.release()
     write_json(directory / "config.json", adapted_planned_config(plan, checkpoint))
-
-
-def _releasing(checkpoint: AdaptedCheckpoint, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the pieces unchanged, and release the source's mapped pages between them."""
-    read = 0
-    for piece in pieces:
-        yield piece
-        read += piece.nbytes
-        if read >= _RELEASE_EVERY_BYTES:
-            del piece
-            checkpoint.release()
-            read = 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compress.plans.adapted import adapted_planned_config, apply_adapted, check_fits_adapted
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
+from compress.plans.releasing import RELEASE_EVERY_BYTES, Releasing
 from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
@@ -43,8 +44,6 @@ from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
 from engine.kernels.scheme import Scheme
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-
-_RELEASE_EVERY_BYTES = 64 << 20
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -262,7 +261,7 @@ def apply(
         assert isinstance(weight, QuantizedWeight)
         return {part: [tensor] for part, tensor in tensors_of(name, weight).items()}
 
-    releasing = _Releasing(checkpoint)
+    releasing = Releasing(checkpoint)
     with ShardWriter(directory, layout, shard_bytes) as writer:
         for name in progress([*(name for name in stored if name + BLOCKS not in packed), *packed]):
             for part, pieces in pieces_of(name).items():
@@ -319,27 +318,10 @@ def _rows_of(whole: Tensor, kept: Iterable[int]) -> Iterator[Tensor]:
 def _pieces(name: str, stored: Stored, given: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield a tensor of the result in pieces: blocks of rows or, for a stack, one expert after the other."""
     if stored.stack is None:
-        yield from in_parts(given(name).to(dtype), _RELEASE_EVERY_BYTES)
+        yield from in_parts(given(name).to(dtype), RELEASE_EVERY_BYTES)
     else:
         for names in stored.parts:
             yield joined(stored.stack, [given(part).to(dtype) for part in names])
-
-
-class _Releasing:
-    """Releases the source's mapped pages at intervals."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._read = checkpoint, 0
-
-    def after(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the pieces unchanged, and release pages between them."""
-        for piece in pieces:
-            yield piece
-            self._read += piece.numel() * piece.element_size()
-            if self._read >= _RELEASE_EVERY_BYTES:
-                del piece
-                self._checkpoint.release()
-                self._read = 0
 
 
 def planned_decoder(
