@@ -35,7 +35,7 @@ _TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "he\u0301llo \
 
 def export_gguf(options: GgufExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Write the file and return the figures. Nothing is left where the file differs from the model."""
-    with claiming(file=options.output):
+    with claiming(None, options.output):
         return _export(options, progress)
 
 

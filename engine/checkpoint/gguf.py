@@ -188,18 +188,21 @@ class GgufView(StoredView):
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor; blocks as numbers of `dtype`, by default of `element`."""
-        numbers = self._numbers(self.file.tensor(self.stored_name), dtype)
-        return numbers.reshape(self.shape)
+        return self._numbers(dtype).reshape(self.shape)
 
-    def _numbers(self, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
-        from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
-
+    def own_part(self) -> Tensor:
+        """Return this view's part of the stored tensor, in its order of rows: numbers, or rows of blocks as bytes."""
+        stored = self.file.tensor(self.stored_name)
         if self.is_divided:
             stored = stored.view(*self.expected[:-1], -1)  # files differ in dimensions of 1; a row of blocks is one of bytes
         own = stored if self.place.expert is None else stored[self.place.expert]
-        if self.place.part is not None:
-            own = own[self.place.part]
+        return own if self.place.part is None else own[self.place.part]
+
+    def _numbers(self, dtype: torch.dtype | None) -> Tensor:
+        """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
+        from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
+
+        own = self.own_part()
         if self.place.heads is not None:
             own = unpaired(own, self.place.heads)
         if not self.is_quantized:
@@ -241,7 +244,7 @@ class AbsorbedView(GgufView):
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix [heads · (plain + value dimension), rank]."""
-        values, keys = self._numbers(self.file.tensor(self.stored_name), dtype), self.keys.read(dtype)
+        values, keys = self._numbers(dtype), self.keys.read(dtype)
         return joined(keys.to(values.dtype), values.view(self.count, -1, self.latent.key_value_rank))
 
 

@@ -1,11 +1,10 @@
 """A model written as a GGUF file, one expert after the other: no stack of experts is ever in memory.
 
-The package `gguf` writes the header and quantizes; names, shapes and metadata are those by which such files are read.
+The package `gguf` quantizes; names, shapes and metadata are those by which such files are read.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +18,17 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import joined, paired, separated
 from engine.errors import UnsupportedError
 from engine.families.gguf_description import Description
-from engine.families.gguf_metadata import ARCHITECTURE
 from engine.families.gguf_names import StoredTensor
 from engine.families.gguf_parts import EMBEDDINGS, HEAD
-from engine.files.gguf_header import ALIGNMENT_KEY, DEFAULT_ALIGNMENT
+from engine.files.gguf_file_writer import TYPE_NUMBERS, GgufFileWriter, metadata_entry
+from engine.files.gguf_header import ALIGNMENT_KEY
 from engine.files.gguf_types import BLOCK_TYPES, BlockType
 from engine.kernels.linear import plain
 
-_BY_NAME = {kind.name: (number, kind) for number, kind in BLOCK_TYPES.items()}
+_BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
 _NEVER_ROUNDED = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 """Routers: a small error there changes the choice of experts."""
-_QUANTIZATION_VERSION = 2
+_VERSION_KEY, _QUANTIZATION_VERSION = "general.quantization_version", 2
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,20 @@ WRITTEN_TYPES: dict[str, WrittenType] = {
 """Types by the name on the command line."""
 
 
+_ROUNDED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+"""Quantized types that are written."""
+
+
 def type_of(tensor: StoredTensor, written: WrittenType, is_tied: bool) -> BlockType:
     """Return the type of one tensor, as llama.cpp chooses it: what is no matrix stays in float32, and so do routers.
 
     A row that blocks do not divide is in float16. is_tied: whether the embeddings are the output head too.
     """
     if len(tensor.shape) == 1 or not tensor.name.endswith(".weight") or tensor.name.endswith(_NEVER_ROUNDED):
-        return _BY_NAME["F32"][1]
+        return _BY_NAME["F32"]
     is_head = tensor.name == (EMBEDDINGS if is_tied else HEAD)
-    chosen = _BY_NAME[(is_head and written.head) or written.matrices][1]
-    return _BY_NAME["F16"][1] if tensor.shape[-1] % chosen.numbers else chosen
+    chosen = _BY_NAME[(is_head and written.head) or written.matrices]
+    return _BY_NAME["F16"] if tensor.shape[-1] % chosen.numbers else chosen
 
 
 def tensor_types(description: Description, written: WrittenType) -> dict[str, BlockType]:
@@ -84,46 +87,14 @@ def write_gguf(
     progress: Callable[[Iterable[StoredTensor]], Iterable[StoredTensor]] = iter,
 ) -> None:
     """Write a file. `metadata` is beside that of the description. Raises UnsupportedError for numbers that do not fit."""
-    _write_header(path, description, types, metadata)
-    with path.open("r+b") as file:
-        file.seek(0, os.SEEK_END)
-        _pad(file)
-        for tensor in progress(description.tensors):
-            for piece in pieces(checkpoint, tensor):
-                file.write(encoded(piece, types[tensor.name], tensor.name).tobytes())
-            _pad(file)
-            checkpoint.release()
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_header(path: Path, description: Description, types: Mapping[str, BlockType], metadata: Mapping[str, Any]) -> None:
-    import gguf  # here: the package is needed for writing only
-
     assert ALIGNMENT_KEY not in metadata
-    writer = gguf.GGUFWriter(path, description.family.architecture)
-    own = {key: value for key, value in description.metadata.items() if key != ARCHITECTURE}  # which the writer adds
-    for key, value in (own | dict(metadata)).items():
-        _add(writer, key, value)
-    writer.add_quantization_version(_QUANTIZATION_VERSION)
-    for tensor in description.tensors:
-        kind = types[tensor.name]
-        size = int(np.prod(tensor.shape)) // kind.numbers * kind.bytes
-        number = gguf.GGMLQuantizationType(_BY_NAME[kind.name][0])
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    adders.get(type(value), writer.add_array)(key, value)
-
-
-def _pad(file: Any) -> None:
-    file.write(bytes(-file.tell() % DEFAULT_ALIGNMENT))
+    said = dict(description.metadata) | dict(metadata) | {_VERSION_KEY: _QUANTIZATION_VERSION}
+    layout = {tensor.name: (types[tensor.name], tensor.shape) for tensor in description.tensors}
+    with GgufFileWriter(path, (metadata_entry(*each) for each in said.items()), layout) as file:
+        for tensor in progress(description.tensors):
+            kind = types[tensor.name]
+            file.write(tensor.name, (encoded(piece, kind, tensor.name) for piece in pieces(checkpoint, tensor)))
+            checkpoint.release()
 
 
 def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
@@ -140,6 +111,11 @@ def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
         yield whole.contiguous()
 
 
+def is_written(kind: BlockType) -> bool:
+    """Return whether `encoded` writes a type."""
+    return kind.element is not None or kind.name in _ROUNDED
+
+
 def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
     """Return a tensor in a type's bytes, by rows. Raises UnsupportedError for numbers that are too large for the type."""
     if kind.element is not None:
@@ -149,7 +125,7 @@ def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
         return converted.view(torch.uint8).numpy()
     import gguf
 
-    found = gguf.quants.quantize(numbers.float().numpy(), gguf.GGMLQuantizationType(_BY_NAME[kind.name][0]))
+    found = gguf.quants.quantize(numbers.float().numpy(), gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name]))
     return np.asarray(found)
 
 
@@ -159,7 +135,7 @@ def rounded(numbers: Tensor, kind: BlockType) -> Tensor:
         return numbers.to(kind.element.torch).float()
     import gguf
 
-    number = gguf.GGMLQuantizationType(_BY_NAME[kind.name][0])
+    number = gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name])
     return torch.from_numpy(gguf.quants.dequantize(encoded(numbers, kind, ""), number)).view(numbers.shape)
 
 
