@@ -1,6 +1,6 @@
 """Peak memory of pruning a quantized GGUF file that is far larger than `--memory-limit`, to a GGUF file.
 
-python benchmarks/gguf_pruning.py [DIRECTORY] [--type q8_0|q4_0] [--memory-limit 2GB] [--layers 54] [--samples 8]
+python benchmarks/gguf_pruning.py [DIRECTORY] [--memory-limit 2GB] [--layers 54] [--samples 8]
 
 DIRECTORY (by default a temporary one) gets a random mixture of 10 GB in one file, unless it is there, and one result at a
 time beside it. Each command runs in a process of its own, whose peak is reported by the system (VmHWM). Figures of finished
@@ -20,21 +20,22 @@ from memory_limit_prune import measured
 from random_model import shape, write_tokenizer
 from results import markdown, remember, remembered, save
 
-from engine.checkpoint.gguf_writer import WRITTEN_TYPES, tensor_types
+from engine.checkpoint.gguf_mixes import WRITTEN_TYPES, tensor_types
 from engine.families.gguf_description import described
 from engine.families.resolve import decoder_config
 from engine.files.gguf_file_writer import GgufFileWriter, metadata_entry
 from engine.files.gguf_types import BlockType
 
+TYPE = "q8_0"
 AT_ONCE = 1 << 18
 """Blocks that are made at a time."""
 
 
-def write_random_gguf(path: Path, config: dict[str, Any], type_: str) -> None:
+def write_random_gguf(path: Path, config: dict[str, Any]) -> None:
     """Write a file of random blocks, and the demo model's tokenizer beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     description = described(decoder_config(config))
-    types, random = tensor_types(description, WRITTEN_TYPES[type_]), np.random.default_rng(0)
+    types, random = tensor_types(description, WRITTEN_TYPES[TYPE]), np.random.default_rng(0)
     entries = (metadata_entry(*each) for each in description.metadata.items())
     partial = path.with_name(f"{path.name}.partial")
     layout = {tensor.name: (types[tensor.name], tensor.shape) for tensor in description.tensors}
@@ -52,8 +53,7 @@ def random_numbers(kind: BlockType, size: tuple[int, ...], random: np.random.Gen
     elif kind.element is not None:
         yield (random.standard_normal(size) * size[-1] ** -0.5).astype(np.float32)
     else:
-        levels = 2 ** (8 * (kind.bytes - 2) // kind.numbers)
-        scale = np.array([size[-1] ** -0.5 * 12**0.5 / levels], dtype=np.float16).view(np.uint8)
+        scale = np.array([size[-1] ** -0.5 * 12**0.5 / 256], dtype=np.float16).view(np.uint8)
         left = int(np.prod(size)) // kind.numbers
         while left:
             blocks = random.integers(0, 256, (min(left, AT_ONCE), kind.bytes), dtype=np.uint8)
@@ -85,7 +85,6 @@ TABLES = {"gguf_pruning": table}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, nargs="?")
-    parser.add_argument("--type", choices=("q8_0", "q4_0"), default="q8_0")
     parser.add_argument("--memory-limit", default="2GB")
     parser.add_argument("--layers", type=int, default=54)
     parser.add_argument("--samples", type=int, default=8)
@@ -99,7 +98,7 @@ def run(directory: Path, arguments: argparse.Namespace) -> None:
     """Run every command that has not run yet, and save the figures."""
     model, result, path = directory / "model.gguf", directory / "pruned.gguf", directory / "figures.jsonl"
     if not model.is_file():
-        write_random_gguf(model, shape(hidden=2048, layers=arguments.layers, experts=8, width=3584), arguments.type)
+        write_random_gguf(model, shape(hidden=2048, layers=arguments.layers, experts=8, width=3584))
     text = ["--data", "stdlib", "--samples", str(arguments.samples), "--sequence-length", str(arguments.sequence_length)]
     common = ["--sparsity", "0.5", "--uniform", "--evaluation-samples", "2", *text, "--memory-limit", arguments.memory_limit]
     commands = {
@@ -111,7 +110,7 @@ def run(directory: Path, arguments: argparse.Namespace) -> None:
             remember(path, {"name": name} | measured(["prune", str(model), *own, *common, "-o", str(result), "--overwrite"]))
             result.unlink()
     runs = {line["name"]: line for line in remembered(path)}
-    limits = {"type": arguments.type, "limit": arguments.memory_limit, "file_bytes": model.stat().st_size}
+    limits = {"type": TYPE, "limit": arguments.memory_limit, "file_bytes": model.stat().st_size}
     save("gguf_pruning", limits | {"runs": runs})
 
 

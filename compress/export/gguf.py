@@ -14,8 +14,9 @@ from compress.options.export import GGUF_TYPES, GgufExportOptions
 from compress.run.claims import claiming
 from engine.checkpoint.artifact import check_file_output
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf_mixes import ALIASES, WRITTEN_TYPES, tensor_types
 from engine.checkpoint.gguf_vocabulary import tokenizer_metadata, without_tokenizer
-from engine.checkpoint.gguf_writer import WRITTEN_TYPES, GgufRoundedCheckpoint, tensor_types, write_gguf
+from engine.checkpoint.gguf_writer import GgufRoundedCheckpoint, write_gguf
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
@@ -26,7 +27,7 @@ from engine.files.json_file import replacing
 from engine.generation.report import peak_memory_bytes
 from engine.progress import Progress, no_progress
 
-assert set(GGUF_TYPES) == set(WRITTEN_TYPES)
+assert set(GGUF_TYPES) == {*WRITTEN_TYPES, *ALIASES}
 _ALLOWED = Allowed(1e-4, 1e-4)
 """Both sides compute in float32 with the numbers that the file keeps."""
 _TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "he\u0301llo \u1112\u1161\u11ab", "a", "")
@@ -42,7 +43,7 @@ def export_gguf(options: GgufExportOptions, progress: Progress = no_progress) ->
 def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
     check_file_output(options.output, options.overwrite)
-    checkpoint, written = Checkpoint(resolve(options.model)), WRITTEN_TYPES[options.type]
+    checkpoint, written = Checkpoint(resolve(options.model)), WRITTEN_TYPES[ALIASES.get(options.type, options.type)]
     try:
         description = described(checkpoint.config)
     except UnsupportedError as error:

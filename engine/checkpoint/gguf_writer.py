@@ -1,12 +1,12 @@
 """A model written as a GGUF file, one expert after the other: no stack of experts is ever in memory.
 
-The package `gguf` quantizes; names, shapes and metadata are those by which such files are read.
+The package `gguf` quantizes, except for K types (gguf_rounding.py). Names, shapes and metadata are those by which such files
+are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,66 +16,18 @@ from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import joined, paired, separated
+from engine.checkpoint.gguf_rounding import K_TYPES, rounded_to_k
 from engine.errors import UnsupportedError
 from engine.families.gguf_description import Description
 from engine.families.gguf_names import StoredTensor
-from engine.families.gguf_parts import EMBEDDINGS, HEAD
 from engine.files.gguf_file_writer import TYPE_NUMBERS, GgufFileWriter, metadata_entry
 from engine.files.gguf_header import ALIGNMENT_KEY
-from engine.files.gguf_types import BLOCK_TYPES, BlockType
+from engine.files.gguf_types import BlockType
 from engine.kernels.linear import plain
 
-_BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
-_NEVER_ROUNDED = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
-"""Routers: a small error there changes the choice of experts."""
 _VERSION_KEY, _QUANTIZATION_VERSION = "general.quantization_version", 2
-
-
-@dataclass(frozen=True)
-class WrittenType:
-    """A type of numbers in which a model is written."""
-
-    matrices: str
-    """Name of the type of matrices."""
-    number: int
-    """The number of such files (`general.file_type`)."""
-    head: str | None = None
-    """Name of the type of the output head, if it is another one."""
-
-
-WRITTEN_TYPES: dict[str, WrittenType] = {
-    "f32": WrittenType("F32", 0),
-    "bf16": WrittenType("BF16", 32),
-    "f16": WrittenType("F16", 1),
-    "q8_0": WrittenType("Q8_0", 7),
-    "q4_0": WrittenType("Q4_0", 2, head="Q8_0"),
-    "q4_1": WrittenType("Q4_1", 3, head="Q8_0"),
-    "q5_0": WrittenType("Q5_0", 8, head="Q8_0"),
-    "q5_1": WrittenType("Q5_1", 9, head="Q8_0"),
-}
-"""Types by the name on the command line."""
-
-
-_ROUNDED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
-"""Quantized types that are written."""
-
-
-def type_of(tensor: StoredTensor, written: WrittenType, is_tied: bool) -> BlockType:
-    """Return the type of one tensor, as llama.cpp chooses it: what is no matrix stays in float32, and so do routers.
-
-    A row that blocks do not divide is in float16. is_tied: whether the embeddings are the output head too.
-    """
-    if len(tensor.shape) == 1 or not tensor.name.endswith(".weight") or tensor.name.endswith(_NEVER_ROUNDED):
-        return _BY_NAME["F32"]
-    is_head = tensor.name == (EMBEDDINGS if is_tied else HEAD)
-    chosen = _BY_NAME[(is_head and written.head) or written.matrices]
-    return _BY_NAME["F16"] if tensor.shape[-1] % chosen.numbers else chosen
-
-
-def tensor_types(description: Description, written: WrittenType) -> dict[str, BlockType]:
-    """Return the type of every tensor of a file, by its name there."""
-    is_tied = all(tensor.name != HEAD for tensor in description.tensors)
-    return {tensor.name: type_of(tensor, written, is_tied) for tensor in description.tensors}
+_BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+"""Quantized types that the package `gguf` writes."""
 
 
 def write_gguf(
@@ -113,7 +65,7 @@ def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
 
 def is_written(kind: BlockType) -> bool:
     """Return whether `encoded` writes a type."""
-    return kind.element is not None or kind.name in _ROUNDED
+    return kind.element is not None or kind.name in (*_BY_PACKAGE, *K_TYPES)
 
 
 def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
@@ -123,6 +75,11 @@ def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
         if not bool(converted.isfinite().all()):
             raise UnsupportedError(f"{name} has numbers that are too large for {kind.name}; write it as bf16 or f32")
         return converted.view(torch.uint8).numpy()
+    if kind.name in K_TYPES:
+        try:
+            return rounded_to_k(numbers.reshape(-1, numbers.shape[-1]), kind).numpy()
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{name} {error}") from error
     import gguf
 
     found = gguf.quants.quantize(numbers.float().numpy(), gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name]))
