@@ -119,6 +119,6 @@ def test_long_names_lose_their_middle() -> None:
 
 
 def test_without_matplotlib_plots_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "available", lambda: False)
+    monkeypatch.setattr(canvas, "available", lambda: False)
     with pytest.raises(OptionError, match=r"pip install moe-compress\[plots\]"):
         canvas.require()
