@@ -14,7 +14,6 @@ from compress.options.export import GGUF_TYPES, GgufExportOptions
 from compress.run.claims import claiming
 from engine.checkpoint.artifact import check_file_output
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.gguf_mixes import ALIASES, WRITTEN_TYPES, tensor_types
 from engine.checkpoint.gguf_vocabulary import tokenizer_metadata, without_tokenizer
 from engine.checkpoint.gguf_writer import GgufRoundedCheckpoint, write_gguf
 from engine.checkpoint.model_directory import resolve
@@ -22,6 +21,7 @@ from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
 from engine.errors import CompressError, ExportError, UnsupportedError
 from engine.families.gguf_description import described
+from engine.families.gguf_mixes import ALIASES, WRITTEN_TYPES, tensor_types
 from engine.files.gguf_file import SUFFIX
 from engine.files.json_file import replacing
 from engine.generation.report import peak_memory_bytes
