@@ -19,10 +19,12 @@ from compress.plans.apply import planned_decoder
 from compress.plans.gguf_plan import planned_file, write_planned
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, narrowed_expert, pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf_writer import encoded
 from engine.decoder.routing import Masked
 from engine.errors import OutputError, UnsupportedError
 from engine.files import gguf_file_writer
 from engine.files.gguf_file import GgufFile
+from engine.files.gguf_types import BLOCK_TYPES
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
@@ -49,7 +51,7 @@ def make(tmp_path: Path, family: str = "mixtral", type_: str | None = None, **si
 
 def blocks(tensor: Tensor, type_: str) -> Any:
     kind = gguf.GGMLQuantizationType[type_]
-    return int(kind), tuple(tensor.shape), gguf.quants.quantize(tensor.float().numpy(), kind).tobytes()
+    return int(kind), tuple(tensor.shape), encoded(tensor.float(), BLOCK_TYPES[int(kind)], "").tobytes()
 
 
 def written(plan: Plan, source: Checkpoint, made: Mapping[str, Tensor] | None = None) -> Checkpoint:
@@ -135,6 +137,21 @@ def test_rows_of_units_are_copied_and_columns_are_rounded_to_their_type(tmp_path
     name, kind = "blk.1.ffn_down_exps.weight", gguf.GGMLQuantizationType.Q4_0
     numbers = gguf.quants.dequantize(stored(source, name).numpy(), kind)[..., units]
     assert (stored(result, name).numpy() == gguf.quants.quantize(numbers, kind)).all()
+
+
+def test_units_of_k_types_leave_in_blocks_of_256(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    source, units = make(tmp_path, type_="Q4_K", **sizes), range(0, 512, 2)
+    result = written(kept_units(source, units), source)
+    assert torch.equal(
+        stored(result, "blk.0.ffn_up_exps.weight"), stored(source, "blk.0.ffn_up_exps.weight")[:, list(units)]
+    )
+    name = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+    whole = source.tensor(name, torch.float32)[:, list(units)]
+    off = result.tensor(name, torch.float32) - whole
+    assert float(off.square().sum()) <= 0.01 * float(whole.square().sum())
+    with pytest.raises(UnsupportedError, match="--unit-multiple 256"):
+        planned_file(kept_units(source, range(128)), source)
 
 
 def test_whole_blocks_of_columns_are_copied(tmp_path: Path) -> None:
