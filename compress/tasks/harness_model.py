@@ -31,7 +31,6 @@ from engine.errors import CheckpointError, OptionError
 from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
 from engine.generation.text_stream import plain_text
-from engine.onnx.runtime import OnnxDecoder
 from engine.progress import Progress, no_progress
 
 TOKENS_PER_BATCH = 2048
@@ -112,7 +111,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         Sequences are padded at the right, where causal attention never looks.
         """
         decoder, lengths = self._engine.decoder, [len(read) for read in batch]
-        if isinstance(decoder, OnnxDecoder):
+        if not isinstance(decoder, Decoder):
             for read in batch:
                 logits_LV = decoder(torch.tensor([read]))[0]
                 yield partial(_last_rows, logits_LV)

@@ -27,6 +27,7 @@ from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.sampling import NOT_FINITE
 from engine.onnx.runtime import OnnxDecoder
+from engine.transformers_models.adapted_decoder import AdaptedDecoder
 
 
 class Runner(Protocol):
@@ -279,6 +280,10 @@ def described_error(error: BaseException) -> str:
 def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int) -> Runner:
     if isinstance(engine.decoder, OnnxDecoder):
         return OnnxRunner(engine.decoder, kv_cache_bytes, block_size)
+    if isinstance(engine.decoder, AdaptedDecoder):
+        raise OptionError(
+            f"{engine.checkpoint.directory}: transformers runs a model of this family, which is not served here"
+        )
     return PagedRunner(engine, engine.decoder, kv_cache_bytes, block_size, sequences)
 
 

@@ -155,6 +155,11 @@ class Decoder(nn.Module):
         """Bytes of the weights in the compute dtype, low-bit weights as stored; tied weights count once."""
         return _weights_bytes(self)
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """All weights and buffers."""
+        return *self.parameters(), *self.buffers()
+
     def bytes_read_per_token(self, skipped_shares: Sequence[float]) -> float:
         """Return the bytes of weights read for one token alone: from a layer's experts only those chosen and not skipped.
 

@@ -33,6 +33,7 @@ from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import open_shards
 from engine.passes import heap
+from engine.transformers_models.adapted_block import OwnRouting
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.expert_layers import CountKey, FoundLayers, find_count_key, find_layers, skeleton
 from engine.transformers_models.interface_families import classes_of, has_interface
@@ -97,6 +98,11 @@ class AdaptedCheckpoint(Checkpoint):
         decoded = PreTrainedConfig._decode_special_floats({key: raw[key] for key in raw if key not in _WITHHELD_KEYS})
         config = load_transformers_config(decoded)
         return skeleton(self.model_class, config, dtype)
+
+    @cached_property
+    def routings(self) -> tuple[OwnRouting, ...]:
+        """The choice of each MoE layer's router, which the blocks that run these layers keep up to date."""
+        return tuple(OwnRouting(layer.count, layer.router) for layer in self.found.experts)
 
     @cached_property
     def count_key(self) -> CountKey:
@@ -203,11 +209,7 @@ class AdaptedCheckpoint(Checkpoint):
         module = model if layer is None else model.get_submodule(f"{self.found.layers}.{layer}")
         empty = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
         try:
-            self._load(model, self.names_by_layer[layer], dtype, device)
-            if layer is None:
-                with quiet_transformers():
-                    model.tie_weights(recompute_mapping=False)
-            self._check_loaded(model, layer)
+            self.load(model, layer, dtype, device)
             yield
         finally:
             for part, parameters, buffers in empty:
@@ -215,6 +217,14 @@ class AdaptedCheckpoint(Checkpoint):
                 part._buffers.update(buffers)
             self.release()
             heap.give_back()
+
+    def load(self, model: Any, layer: int | None, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Give a model the weights that `loaded` holds for a while."""
+        self._load(model, self.names_by_layer[layer], dtype, device)
+        if layer is None:
+            with quiet_transformers():
+                model.tie_weights(recompute_mapping=False)
+        self._check_loaded(model, layer)
 
     def _check_loaded(self, model: Any, layer: int | None) -> None:
         """Raise CheckpointError if a tensor of a layer, or for None one around the layers, has no values."""
@@ -363,8 +373,8 @@ class AdaptedCheckpoint(Checkpoint):
         """Return the error of a command that needs our own decoder."""
         return UnsupportedError(
             f"{self.directory}: a model of the family {self.model_type} runs through "
-            "transformers here, where `compress calibrate`, `compress "
-            "evaluate` and uniform pruning of whole experts (`compress prune --granularity expert --uniform`) work"
+            "transformers here, where `compress generate`, `calibrate`, "
+            "`evaluate` and uniform pruning of whole experts (`compress prune --granularity expert --uniform`) work"
         )
 
 
