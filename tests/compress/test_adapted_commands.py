@@ -85,8 +85,8 @@ def test_families_without_removable_experts_are_refused_before_any_work(tmp_path
         prepare_pruning(_options(tmp_path / "full", tmp_path / "result"))
 
 
-def test_skipping_is_refused(model: Path) -> None:
-    with pytest.raises(OptionError, match="transformers runs a model of the family exaone_moe and skips no experts"):
+def test_skipping_needs_tables(model: Path) -> None:
+    with pytest.raises(OptionError, match="the checkpoint has no skip_tables"):
         evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, skip_threshold=1.0))
 
 
@@ -111,6 +111,10 @@ def test_commands_work_through_transformers(model: Path, tmp_path: Path) -> None
         EvaluateOptions(model=str(tmp_path / "result"), calibration=replace(TEXT, samples=2), split="held-out")
     )
     assert own["value"] == pytest.approx(figures["perplexity_after"], rel=1e-4)
+    assert own["experts_skipped_share"] == 0.0
+    text = replace(TEXT, samples=2)
+    skipping = EvaluateOptions(model=str(tmp_path / "result"), calibration=text, split="held-out", skip_threshold=1.0)
+    assert 0.1 < evaluate_model(skipping)["experts_skipped_share"] < 0.4
     with torch.no_grad():
         tokens_SL = torch.randint(3, VOCABULARY, (1, 8))
         assert result(input_ids=tokens_SL).logits.isfinite().all()
