@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from engine.bench.options import BACKEND_NAMES
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError
 from engine.generation.generate import Cache, Engine, resolve_dtype
@@ -28,6 +27,7 @@ from engine.generation.report import memory_split, peak_memory_bytes
 from engine.generation.worker import Answer, Spec, serve_requests
 from engine.kernels.devices import SHAPES_KEPT, resolve_device, set_threads
 from engine.onnx.runtime import backend_of
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 from engine.transformers_models.adapted_decoder import cached_tensors
 from engine.transformers_models.transformers_model import load_decoder
 
@@ -198,10 +198,11 @@ class TransformersBackend:
             os.environ.pop(name, None)
         set_threads(spec.threads)
         started = time.perf_counter()
-        self.checkpoint = Checkpoint(resolve(spec.model))
+        self.checkpoint = open_mixture_checkpoint(resolve(spec.model))
         self.device = resolve_device(spec.device)
         self.dtype = resolve_dtype(spec.dtype, self.checkpoint)
-        model = load_decoder(self.checkpoint.directory, self.checkpoint.raw_config, self.dtype)
+        own = self.checkpoint.model_class if isinstance(self.checkpoint, AdaptedCheckpoint) else None
+        model = load_decoder(self.checkpoint.directory, self.checkpoint.raw_config, self.dtype, own)
         self._model: Any = model.to(self.device)
         self.use_experts(spec.experts_implementation)
         self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())

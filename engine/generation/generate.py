@@ -24,7 +24,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import check_same_tokens, end_tokens, load_tokenizer
 from engine.checkpoint.tokenizer_checks import tokenizing
-from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache
+from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache, position_bytes, state_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
@@ -188,6 +188,14 @@ class Engine:
             prepare_decoding(self.dtype, self.device, self.decoder.kernels_needed, self.progress)
         elif isinstance(self.decoder, AdaptedDecoder):
             self.decoder.prepare()
+
+    @cached_property
+    def cache_sizes(self) -> tuple[int, int]:
+        """Bytes of the cache for each position of a sequence, and for its states, whatever its length."""
+        if isinstance(self.decoder, AdaptedDecoder):
+            return self.decoder.cache_sizes
+        config, dtype = self.checkpoint.config, self.kv_cache_dtype
+        return position_bytes(config, dtype), state_bytes(config, dtype)
 
     def new_cache(self, sequences: int, capacity: int) -> Cache:
         """Return an empty cache with this many positions for each sequence of a batch; that of transformers grows."""

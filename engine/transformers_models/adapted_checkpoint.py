@@ -36,6 +36,7 @@ from engine.passes import heap
 from engine.transformers_models.adapted_block import OwnRouting
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.expert_layers import CountKey, FoundLayers, find_count_key, find_layers, skeleton
+from engine.transformers_models.experts_implementation import StackedExperts
 from engine.transformers_models.interface_families import classes_of, has_interface
 from engine.transformers_models.transformers_model import quiet_transformers
 
@@ -274,6 +275,11 @@ class AdaptedCheckpoint(Checkpoint):
         """Number of stored parameters."""
         return sum(torch.Size(shape).numel() for _, shape in self.stored_shapes.values())
 
+    def _expert_parameters(self, layer: int) -> int:
+        """Return the number of parameters of all routed experts of a layer."""
+        (name,) = (each.experts for each in self.found.experts if each.index == layer)
+        return sum(weight.numel() for weight in StackedExperts(self.model.get_submodule(name)).weights)
+
     @property
     def bytes(self) -> int:
         """Size of the stored tensors in bytes."""
@@ -372,9 +378,9 @@ class AdaptedCheckpoint(Checkpoint):
     def refusal(self) -> UnsupportedError:
         """Return the error of a command that needs our own decoder."""
         return UnsupportedError(
-            f"{self.directory}: a model of the family {self.model_type} runs through "
-            "transformers here, where `compress generate`, `calibrate`, "
-            "`evaluate` and uniform pruning of whole experts (`compress prune --granularity expert --uniform`) work"
+            f"{self.directory}: a model of the family {self.model_type} runs through transformers here, where `compress "
+            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate` and uniform pruning of whole experts "
+            "(`compress prune --granularity expert --uniform`) work"
         )
 
 

@@ -10,8 +10,10 @@ Shape suffixes: B batch, L new positions, P all positions so far, R rows of one 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,8 +23,12 @@ from engine.errors import UnsupportedError
 from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_block import KernelBlock
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.expert_layers import probe, replaced_forwards
 from engine.transformers_models.experts_implementation import StackedExperts, prepare
 from engine.transformers_models.transformers_model import quiet_transformers
+
+MEASURED = 128
+"""Number of positions of the text by which the size of a cache is measured."""
 
 
 class Counter(Protocol):
@@ -43,7 +49,8 @@ class AdaptedDecoder:
         Raises the errors of AdaptedCheckpoint.
         """
         self.config, self.dtype, self.model_type = checkpoint.config, dtype, checkpoint.model_type
-        self.model = checkpoint.build(checkpoint.raw_config, dtype)
+        self._build = partial(checkpoint.build, checkpoint.raw_config, dtype)
+        self.model = self._build()
         for layer in progress([None, *range(checkpoint.found.count)], "loading (layers)"):
             checkpoint.load(self.model, layer, dtype, self.device)
         pairs = zip(checkpoint.found.experts, checkpoint.routings, strict=True)
@@ -56,6 +63,25 @@ class AdaptedDecoder:
             self._running.enter_context(block.running())
         self._keeps_some = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
+    @cached_property
+    def cache_sizes(self) -> tuple[int, int]:
+        """Bytes of the cache for each position of a sequence, and for its states, whatever its length.
+
+        They are those of texts without weights, up to MEASURED positions; positions that leave a longer window count too.
+        """
+        model = self._build()
+        experts = {model.get_submodule(block.layer.experts): _same_shape for block in self.moe_blocks}
+
+        def measured(positions: int) -> int:
+            with replaced_forwards(experts):
+                past = _empty_cache(model)
+                made = probe(model, positions, past_key_values=past, use_cache=True)
+            return sum(part.nbytes for part in cached_tensors(made.past_key_values))
+
+        half, whole = measured(MEASURED // 2), measured(MEASURED)
+        each = max(1, -(-(whole - half) // (MEASURED // 2)))
+        return each, max(0, whole - each * MEASURED)
+
     def prepare(self) -> None:
         """Load the kernels that compute the experts."""
         for block in self.moe_blocks:
@@ -63,9 +89,8 @@ class AdaptedDecoder:
 
     @property
     def weights(self) -> list[Tensor]:
-        """All weights in memory; those of parts that text does not reach are not loaded."""
-        every = (*self.model.parameters(), *self.model.buffers())
-        return list({id(weight): weight for weight in every if not weight.is_meta}.values())
+        """All parameters in memory; those of parts that text does not reach are not loaded."""
+        return [weight for weight in self.model.parameters() if not weight.is_meta]
 
     @property
     def weights_bytes(self) -> int:
@@ -107,7 +132,7 @@ class AdaptedDecoder:
             return torch.cat(pieces[-keep:], dim=1)
         lengths = [new] * batch if cache.parts or real_BP is None else real_BP[:, -new:].sum(-1).tolist()
         if not cache.parts:
-            cache.parts = [_Part(rows, self._empty_cache()) for rows in _rows_by(lengths)]
+            cache.parts = [_Part(rows, _empty_cache(self.model)) for rows in _rows_by(lengths)]
         made: list[Tensor] = []
         for place, (rows, past) in enumerate(cache.parts):
             length = lengths[rows[0]]
@@ -150,14 +175,6 @@ class AdaptedDecoder:
             )
         return made.logits[:, -keep:], kept
 
-    def _empty_cache(self) -> Any:
-        """Return the cache that transformers' own generation begins with; None where the model makes its own."""
-        from transformers import DynamicCache
-
-        if not self.model._supports_default_dynamic_cache():
-            return None
-        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
-
 
 class _Part(NamedTuple):
     """Sequences of a batch that have one cache of transformers."""
@@ -173,13 +190,31 @@ class AdaptedCache:
         self.parts: list[_Part] = []
         self.length = 0
         """Number of positions, with those of padding."""
+        self.capacity = sys.maxsize
+        """Number of positions that there is room for."""
         self.read_as = 0
         """Without effect: rotary scalings of transformers depend on the positions read so far."""
+
+    def extend(self, capacity: int) -> None:
+        """Do nothing: the cache grows by itself."""
 
     @property
     def bytes(self) -> int:
         """Bytes of what is kept now."""
         return sum(part.nbytes for _, past in self.parts for part in cached_tensors(past))
+
+
+def _empty_cache(model: Any) -> Any:
+    """Return the cache that transformers' own generation begins with; None where the model makes its own."""
+    from transformers import DynamicCache
+
+    if not model._supports_default_dynamic_cache():
+        return None
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def _same_shape(hidden_states: Tensor, *given: Tensor) -> Tensor:
+    return torch.empty_like(hidden_states)
 
 
 def cached_tensors(past: Any) -> Iterator[Tensor]:

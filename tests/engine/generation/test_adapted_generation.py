@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from conftest import others_slow
 from tiny_families import TOKENS_SL, by_name, difference, logits_of, save_tiny
+from tiny_generation import measured_running
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
@@ -19,6 +20,7 @@ from engine.generation.options import SamplingOptions
 from engine.generation.sampling import sample
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_decoder import AdaptedDecoder
+from engine.transformers_models.interface_families import interface_families
 
 FAMILIES = others_slow(
     ("exaone_moe", "nemotron_h", "kimi_linear", "gemma4", "qwen3_vl_moe", "zaya"), "exaone_moe", "nemotron_h", "kimi_linear"
@@ -171,3 +173,12 @@ def test_what_transformers_does_not_do_is_refused(directory: Path, options: dict
     with pytest.raises(OptionError, match=message) as error:
         Engine.open(directory, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", interface_families(), ids=lambda family: family.name)
+def test_every_family(family: Any, tmp_path: Path) -> None:
+    """Families that the adapter refuses have no figures."""
+    if family.model_type:
+        found = measured_running(family, tmp_path)
+        assert all(value != value or value < 1e-4 for value in found.values()), found

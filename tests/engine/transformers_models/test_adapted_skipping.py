@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from conftest import others_slow
 from tiny_families import TOKENS_SL, by_name, difference, logits_of, save_tiny
+from tiny_generation import skipped_by_hand
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from torch import Tensor, nn
 
@@ -25,7 +23,6 @@ from engine.generation.generate import Engine
 from engine.transformers_models.adapted_block import _normalises
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_pass import routings_of
-from engine.transformers_models.expert_layers import replaced_forwards
 
 CASES = others_slow(
     ("exaone_moe", "exaone_moe without sums", "nemotron_h", "gemma4"), "exaone_moe", "exaone_moe without sums"
@@ -50,38 +47,12 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, P
     return model, path, tables, NORMALISES[request.param]
 
 
-@contextmanager
-def _by_hand(model: Any, path: Path, tables: SkipTables, threshold: float, normalises: bool) -> Iterator[list[int]]:
-    """Skip experts in a model of transformers during the body; yield the numbers of slots and of skipped ones."""
-    counts, functions = [0, 0], {}
-
-    def run(module: nn.Module, gamma1_J: Tensor, gamma2_NN: Tensor, x_TD: Tensor, chosen: Tensor, given: Tensor) -> Tensor:
-        rows = []
-        for x_D, experts, weights in zip(x_TD, chosen.tolist(), given.tolist(), strict=True):
-            slots = sorted(zip(weights, experts, strict=True), key=lambda slot: -slot[0])
-            (first, best), kept = slots[0], slots[:1]
-            for rank, (weight, expert) in enumerate(slots[1:]):
-                if weight >= threshold * float(gamma1_J[rank]) * float(gamma2_NN[best, expert]) * first:
-                    kept.append((weight, expert))
-            scale = sum(weights) / sum(weight for weight, _ in kept) if normalises and len(kept) < len(slots) else 1.0
-            counts[0], counts[1] = counts[0] + len(slots), counts[1] + len(slots) - len(kept)
-            left, numbers = torch.tensor([[weight * scale for weight, _ in kept]]), torch.tensor([[e for _, e in kept]])
-            rows.append(type(module).forward(module, x_D[None], numbers, left.to(x_D)))
-        return torch.cat(rows)
-
-    for place, layer in enumerate(AdaptedCheckpoint(path).found.experts):
-        module = model.get_submodule(layer.experts)
-        functions[module] = partial(run, module, tables.gamma1_J[place], tables.gamma2_NN[place])
-    with replaced_forwards(functions):
-        yield counts
-
-
 @pytest.mark.parametrize("threshold", [1.0, 0.9])
 def test_skipping_equals_the_rule_by_hand(made: Any, threshold: float) -> None:
     """Whole sequences, generated tokens, and the perplexity layer by layer."""
     model, path, tables, normalises = made
     engine = Engine.open(path, skip_threshold=threshold)
-    with _by_hand(model, path, tables, threshold, normalises) as counts, torch.inference_mode():
+    with skipped_by_hand(model, AdaptedCheckpoint(path), tables, threshold, normalises) as counts, torch.inference_mode():
         expected = logits_of(model)
         assert difference(engine.decoder(TOKENS_SL), expected) < 1e-4
     assert engine.skip_counter is not None
@@ -108,7 +79,7 @@ def test_generated_tokens_skip_as_whole_texts_do(made: Any) -> None:
     for prompt, got in zip(prompts, together, strict=True):
         assert engine.generate(prompt, max_new_tokens=8) == [got]
         tokens = [*engine.encode(prompt), *got.token_ids[:-1]]
-        with _by_hand(model, path, tables, 1.0, normalises) as counts, torch.no_grad():
+        with skipped_by_hand(model, AdaptedCheckpoint(path), tables, 1.0, normalises) as counts, torch.no_grad():
             logits_LV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
         assert logits_LV[-len(got.token_ids) :].argmax(-1).tolist() == list(got.token_ids)
     report = engine.report()  # of the last prompt; the last token was not read again
