@@ -40,6 +40,8 @@ def main() -> None:
 
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
     from tiny_families import COLUMNS, measured
+    from tiny_generation import COLUMNS as RUNNING
+    from tiny_generation import measured_running
 
     from engine.transformers_models.interface_families import interface_families
 
@@ -56,11 +58,13 @@ def main() -> None:
         if family.name in named and family.name not in done:
             with tempfile.TemporaryDirectory() as temporary:
                 done[family.name] = measured(family, Path(temporary))
+                if isinstance(done[family.name], dict):
+                    done[family.name] |= measured_running(family, Path(temporary) / "running")
             remember(UNFINISHED, {"code": code, "family": family.name, "found": done[family.name]})
     UNFINISHED.unlink(missing_ok=True)
     found = {name: done[name] for name in named if isinstance(done[name], dict)}
     refused = {name: done[name] for name in named if isinstance(done[name], str)}
-    save("interface_families", {"columns": list(COLUMNS), "families": found, "refused": refused})
+    save("interface_families", {"columns": [*COLUMNS, *RUNNING], "families": found, "refused": refused})
 
 
 if __name__ == "__main__":

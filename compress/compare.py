@@ -47,7 +47,6 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.kinds import is_exported
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
-from engine.decoder.model import own_routings
 from engine.decoder.skip_tables import SkipTables, load_skip_tables, skipping_routings
 from engine.errors import OptionError, PlanError
 from engine.files.json_file import write_json, writing
@@ -56,6 +55,8 @@ from engine.generation.report import ExportedSkipCounter
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import open_exported
 from engine.progress import Progress, no_progress
+from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
+from engine.transformers_models.adapted_pass import routings_of
 
 COMPARISON = "comparison.json"
 """The file that marks a directory as a comparison, which --overwrite may replace."""
@@ -133,11 +134,11 @@ def _subject(name: str, label: str, options: CompareOptions) -> Subject:
     directory = resolve(name)
     if is_exported(directory):
         return _exported_subject(name, label, directory, options)
-    checkpoint = Checkpoint(directory)
+    checkpoint = open_mixture_checkpoint(directory)
     tables = load_skip_tables(directory, checkpoint.config)
     can_skip = tables is not None and bool(checkpoint.config.moe_layers)
     threshold = options.skip_threshold if can_skip else 0.0
-    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
+    own = routings_of(checkpoint, torch.float32, "cpu")
     skipping_routings(checkpoint.config, tables, threshold, own=own)  # raises an error for a threshold out of range
     return Subject(name, label, checkpoint, checkpoint.bytes, tables, threshold)
 
@@ -306,7 +307,7 @@ def _losses(
     checkpoint, config = subject.model, subject.model.config
     if not isinstance(checkpoint, Checkpoint):
         return _exported_losses(subject, tokens_SL, progress)
-    own = own_routings(config, checkpoint.source(torch.float32, options.device))
+    own = routings_of(checkpoint, torch.float32, options.device)
     skipping = skipping_routings(config, subject.tables, threshold, device=options.device, own=own, rule=options.skip_rule)
     return routed_losses(
         checkpoint,

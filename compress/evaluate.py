@@ -11,12 +11,11 @@ from calibrate.batches import evaluation_windows
 from compress.options.evaluate import EvaluateOptions
 from compress.report.figures import EvaluateFigures, TaskFigures
 from compress.run.losses import Losses
-from compress.run.perplexity import exported_losses, losses, routed_losses
+from compress.run.perplexity import exported_losses, routed_losses
 from compress.tasks.run import require, run_tasks
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
-from engine.decoder.model import own_routings
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.errors import OptionError
 from engine.generation.generate import Engine
@@ -24,7 +23,8 @@ from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
+from engine.transformers_models.adapted_pass import routings_of
 
 
 def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:
@@ -78,15 +78,8 @@ def _streamed(
         ),
         "progress": lambda layers: progress(layers, "perplexity (layers)"),
     }
-    if isinstance(checkpoint, AdaptedCheckpoint):
-        if options.skip_threshold:
-            raise OptionError(
-                f"transformers runs a model of the family {checkpoint.model_type} and skips no "
-                "experts; leave out --skip-threshold"
-            )
-        return losses(checkpoint, tokens_SL, **passing), None
     tables = load_skip_tables(checkpoint.directory, config) if options.skip_threshold else None
-    own = own_routings(config, checkpoint.source(dtype, device))
+    own = routings_of(checkpoint, dtype, device)
     threshold, kept, rule = options.skip_threshold, options.skip_min_experts, options.skip_rule
     routings = skipping_routings(config, tables, threshold, kept, device, own=own, rule=rule)
     return routed_losses(checkpoint, tokens_SL, routings, **passing)

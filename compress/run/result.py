@@ -48,7 +48,7 @@ from engine.files.gguf_file import SUFFIX, is_gguf
 from engine.files.json_file import replacing, write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
 
 SKIP_TABLE_SEQUENCES = 16
 """Number of sequences on which the result's own skip tables are measured."""
@@ -154,7 +154,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         processes.told(str(directory.absolute()))
         result = open_mixture_checkpoint(directory)
         own, after = _measured(run, result)
-        if own is not None and not isinstance(result, AdaptedCheckpoint):  # which skips nothing
+        if own is not None:
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
         widest = source.config.widest_ffn()

@@ -24,14 +24,12 @@ from engine.batching.request import Request, Update
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler
 from engine.checkpoint.tokenizer import load_transformers_tokenizer
-from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.errors import CheckpointError, OptionError
 from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
 from engine.generation.text_stream import plain_text
-from engine.onnx.runtime import OnnxDecoder
 from engine.progress import Progress, no_progress
 
 TOKENS_PER_BATCH = 2048
@@ -112,7 +110,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         Sequences are padded at the right, where causal attention never looks.
         """
         decoder, lengths = self._engine.decoder, [len(read) for read in batch]
-        if isinstance(decoder, OnnxDecoder):
+        if not isinstance(decoder, Decoder):
             for read in batch:
                 logits_LV = decoder(torch.tensor([read]))[0]
                 yield partial(_last_rows, logits_LV)
@@ -149,14 +147,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if not asked:
             return []
         engine = self._engine
-        config, dtype = engine.checkpoint.config, engine.kv_cache_dtype
+        position, state = engine.cache_sizes
         longest = max(len(each.prompt) + each.max_new_tokens for each in asked)
         sequences = min(SEQUENCES, len(asked))
         blocks = -(-longest // BLOCK_SIZE) + 1  # every running sequence may need one more block
-        positions = blocks * BLOCK_SIZE * position_bytes(config, dtype)
         scheduler = Scheduler(
             engine,
-            kv_cache_bytes=sequences * (positions + state_bytes(config, dtype)),
+            kv_cache_bytes=sequences * (blocks * BLOCK_SIZE * position + state),
             max_batch_size=sequences,
             max_model_length=longest,
             prefill_chunk=PREFILL_CHUNK,

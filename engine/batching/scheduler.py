@@ -16,17 +16,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.batching.adapted_runner import AdaptedRunner
 from engine.batching.onnx_runner import OnnxRunner
 from engine.batching.paged_runner import PagedRunner
 from engine.batching.request import Request
 from engine.batching.request_state import RequestState
 from engine.decoder.block_pool import BlockPool, BlockTable, OutOfBlocksError
-from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.sampling import NOT_FINITE
 from engine.onnx.runtime import OnnxDecoder
+from engine.transformers_models.adapted_decoder import AdaptedDecoder
 
 
 class Runner(Protocol):
@@ -94,7 +95,7 @@ class Scheduler:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
         self._vocabulary = engine.checkpoint.config.vocabulary_size
         self._max_batch_size, self._prefill_chunk = max_batch_size, prefill_chunk
-        states = max_batch_size * state_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
+        states = max_batch_size * engine.cache_sizes[1]
         self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, states, block_size)
         self.runner = _runner(engine, kv_cache_bytes - states, block_size, max_batch_size)
         self.waiting: deque[RequestState] = deque()
@@ -279,13 +280,15 @@ def described_error(error: BaseException) -> str:
 def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int) -> Runner:
     if isinstance(engine.decoder, OnnxDecoder):
         return OnnxRunner(engine.decoder, kv_cache_bytes, block_size)
+    if isinstance(engine.decoder, AdaptedDecoder):
+        return AdaptedRunner(engine, engine.decoder, kv_cache_bytes, block_size)
     return PagedRunner(engine, engine.decoder, kv_cache_bytes, block_size, sequences)
 
 
 def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, states: int, block_size: int) -> int:
     """Return the length of the longest sequence that is served. `states`: bytes that recurrent states take."""
     config = engine.checkpoint.config
-    positions, each = config.max_positions, position_bytes(config, engine.kv_cache_dtype)
+    positions, each = config.max_positions, engine.cache_sizes[0]
     room = max(0, kv_cache_bytes - states) // (each * block_size) * block_size
     length = min(positions, max(room, block_size)) if asked is None else asked
     if not 1 <= length <= positions:

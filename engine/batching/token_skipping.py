@@ -15,12 +15,13 @@ from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.report import SkipCounter
+from engine.transformers_models.adapted_decoder import AdaptedDecoder
 
 
 class TokenSkipping:
     """The routings of an engine's MoE layers, set for each forward pass by its tokens' thresholds."""
 
-    def __init__(self, engine: Engine, decoder: Decoder) -> None:
+    def __init__(self, engine: Engine, decoder: Decoder | AdaptedDecoder) -> None:
         """`decoder`: the engine's decoder. Raises CheckpointError for damaged skip tables."""
         self._decoder, self._device = decoder, engine.device
         self._engine_counter = engine.skip_counter

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from engine.bench.options import BACKEND_NAMES
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
-from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import OptionError
-from engine.generation.generate import Engine, resolve_dtype
+from engine.generation.generate import Cache, Engine, resolve_dtype
 from engine.generation.options import OpenOptions
 from engine.generation.report import memory_split, peak_memory_bytes
 from engine.generation.worker import Answer, Spec, serve_requests
 from engine.kernels.devices import SHAPES_KEPT, resolve_device, set_threads
 from engine.onnx.runtime import backend_of
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.adapted_decoder import cached_tensors
 from engine.transformers_models.transformers_model import load_decoder
 
 KINDS = ("pp", "tg")
@@ -140,7 +140,7 @@ class TorchBackend:
         self.load_seconds = self._engine.load_seconds
         self.checkpoint, self.device, self.dtype = self._engine.checkpoint, self._engine.device, self._engine.dtype
         self.weights_bytes = self._engine.weights_bytes
-        self._cache: KeyValueCache | None = None
+        self._cache: Cache | None = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -177,12 +177,6 @@ class TorchBackend:
         return self._engine.prefill(tokens_BL, None, self._cache).argmax(dim=-1, keepdim=True)
 
 
-def _cached_tensors(layer: Any) -> Iterator[Tensor]:
-    """Yield what a layer of transformers' cache holds: keys and values, or a convolution's inputs and a state."""
-    for value in vars(layer).values():
-        yield from (part for part in (value.values() if isinstance(value, dict) else [value]) if isinstance(part, Tensor))
-
-
 def _allow_recompiling(graphs: int) -> None:
     """Let torch.compile make so many graphs of one function; beyond its own limit of 8, further layers are not compiled.
 
@@ -204,10 +198,11 @@ class TransformersBackend:
             os.environ.pop(name, None)
         set_threads(spec.threads)
         started = time.perf_counter()
-        self.checkpoint = Checkpoint(resolve(spec.model))
+        self.checkpoint = open_mixture_checkpoint(resolve(spec.model))
         self.device = resolve_device(spec.device)
         self.dtype = resolve_dtype(spec.dtype, self.checkpoint)
-        model = load_decoder(self.checkpoint.directory, self.checkpoint.raw_config, self.dtype)
+        own = self.checkpoint.model_class if isinstance(self.checkpoint, AdaptedCheckpoint) else None
+        model = load_decoder(self.checkpoint.directory, self.checkpoint.raw_config, self.dtype, own)
         self._model: Any = model.to(self.device)
         self.use_experts(spec.experts_implementation)
         self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
@@ -228,8 +223,7 @@ class TransformersBackend:
 
     @property
     def kv_cache_bytes(self) -> int:
-        layers = () if self._past is None else self._past.layers
-        return sum(part.numel() * part.element_size() for layer in layers for part in _cached_tensors(layer))
+        return sum(part.nbytes for part in cached_tensors(self._past))
 
     def count_skips(self, counting: bool) -> None:
         pass

@@ -11,7 +11,6 @@ from typing import Any
 
 from engine.batching.loop import EngineLoop
 from engine.batching.request import Request, Update
-from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.errors import CompressError, OptionError
 from engine.generation.generate import Engine
@@ -34,10 +33,10 @@ def bench_concurrency(
     if prompt_tokens < 1 or generated_tokens < 2:
         raise OptionError("this test needs a prompt of at least 1 token and at least 2 new ones; give -p and -n")
     length, most = prompt_tokens + generated_tokens, max(counts)
-    config, kept = engine.checkpoint.config, engine.kv_cache_dtype
+    position, state = engine.cache_sizes
     engine_loop = EngineLoop(
         engine,
-        kv_cache_bytes=most * ((length + BLOCK_SIZE) * position_bytes(config, kept) + state_bytes(config, kept)),
+        kv_cache_bytes=most * ((length + BLOCK_SIZE) * position + state),
         max_batch_size=most,
         max_model_length=length,
     )
@@ -45,7 +44,10 @@ def bench_concurrency(
     try:
         chosen = random.Random(seed)
         rounds = [
-            [_run(engine_loop, config.vocabulary_size, count, prompt_tokens, generated_tokens, chosen) for count in counts]
+            [
+                _run(engine_loop, engine.checkpoint.config.vocabulary_size, count, prompt_tokens, generated_tokens, chosen)
+                for count in counts
+            ]
             for _ in range(repetitions + 1)
         ]
         load = engine_loop.load()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -154,6 +154,11 @@ class Decoder(nn.Module):
     def weights_bytes(self) -> int:
         """Bytes of the weights in the compute dtype, low-bit weights as stored; tied weights count once."""
         return _weights_bytes(self)
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """All weights and buffers."""
+        return *self.parameters(), *self.buffers()
 
     def bytes_read_per_token(self, skipped_shares: Sequence[float]) -> float:
         """Return the bytes of weights read for one token alone: from a layer's experts only those chosen and not skipped.
@@ -391,8 +396,16 @@ def _own_routing(config: DecoderConfig, layer: int, moe: MoeConfig, tensor: Tens
     return own_routing(moe) if bias is None else own_routing(moe, as_tensor(tensor(bias)).flatten())
 
 
+class Routed(Protocol):
+    """A model whose MoE layers have Routings."""
+
+    @property
+    def moe_blocks(self) -> Sequence[MoeBlock]:
+        """MoE blocks in the order of their layers."""
+
+
 @contextmanager
-def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
+def routed_by(decoder: Routed, routings: Sequence[Routing]) -> Iterator[None]:
     """Make the MoE blocks use other Routings, one per MoE layer, during the body."""
     blocks = decoder.moe_blocks
     own = [block.routing for block in blocks]

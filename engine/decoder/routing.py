@@ -388,7 +388,10 @@ class Skipping:
     threshold: float | Tensor
     """A number, or [T] if each token of the next call has its own threshold."""
     normalise: bool
-    """Whether to rescale the remaining weights to the token's former sum; set iff the model normalizes its top-k."""
+    """Whether to rescale the remaining weights to the token's former sum; set iff the model normalizes its top-k.
+
+    A base that finds this out itself, from its router, says so in `normalises`.
+    """
     keep: int = 1
     importance_1: Tensor | None = None
     """[1], the layer's calibration quantile of ‖x‖₁, above which tokens are protected; None protects none."""
@@ -416,7 +419,8 @@ class Skipping:
             skipped_TJ &= ~protected_T[:, None]
         skipped_TS = torch.nn.functional.pad(skipped_TJ, (1, 0), value=False)
         left_TS = weights_TS.masked_fill(skipped_TS, 0.0)
-        if self.normalise:  # only tokens with a skipped expert, so that the weights of the others stay bit-identical
+        if self.normalise or getattr(self.base, "normalises", False):
+            # Only tokens with a skipped expert, so that the weights of the others stay bit-identical.
             renormalised_TS = left_TS * (weights_TS.sum(dim=-1, keepdim=True) / left_TS.sum(dim=-1, keepdim=True))
             left_TS = torch.where(skipped_TS.any(dim=-1, keepdim=True), renormalised_TS, left_TS)
         return Selection(experts_TS.masked_fill(skipped_TS, NO_EXPERT), left_TS)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import check_same_tokens, end_tokens, load_tokenizer
 from engine.checkpoint.tokenizer_checks import tokenizing
-from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache
-from engine.decoder.model import Decoder, own_routings
+from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache, position_bytes, state_bytes
+from engine.decoder.model import Decoder
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
 from engine.errors import OptionError
@@ -47,8 +47,12 @@ from engine.kernels.devices import resolve_device, set_threads
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, PROMPT, KernelChoice, prepare_decoding
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.adapted_decoder import AdaptedCache, AdaptedDecoder
+from engine.transformers_models.adapted_pass import routings_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Cache = KeyValueCache | AdaptedCache
 GREEDY = SamplingOptions()
 PREFILL_CHUNK = 512
 """Prompt positions in one forward pass of the prefill."""
@@ -71,7 +75,9 @@ class Generation:
 class Engine:
     """A loaded checkpoint that generates text and reports time and memory."""
 
-    def __init__(self, checkpoint: ModelDirectory, decoder: Decoder | OnnxDecoder, skipping: bool = False) -> None:
+    def __init__(
+        self, checkpoint: ModelDirectory, decoder: Decoder | OnnxDecoder | AdaptedDecoder, skipping: bool = False
+    ) -> None:
         """`skipping`: the decoder's routings leave slots empty, and the empty slots are counted."""
         self.checkpoint = checkpoint
         self.decoder = decoder
@@ -84,6 +90,8 @@ class Engine:
             self.skip_counter = SkipCounter(decoder.moe_blocks, self.device)
         if self.skip_counter is not None:
             self.skip_counter.attach()
+        if isinstance(decoder, AdaptedDecoder):
+            decoder.counter = self.skip_counter
         self.draft: Engine | None = None
         """Engine of the draft model, whose tokens this one verifies; None without a draft."""
         self.draft_tokens = OpenOptions.draft_tokens
@@ -146,15 +154,19 @@ class Engine:
             engine = cls(exported, open_exported(exported, device, dtype))
             engine.load_seconds = time.perf_counter() - started
             return engine
-        place = resolve_device(device)
-        checkpoint = Checkpoint(directory)
+        checkpoint = open_mixture_checkpoint(directory)
+        place = resolve_device(device) if not isinstance(checkpoint, AdaptedCheckpoint) else _cpu(checkpoint, device)
         config = checkpoint.config
         tables = load_skip_tables(checkpoint.directory, config) if skip_threshold > 0 else None
         computed = resolve_dtype(dtype, checkpoint)
         kept = resolve_kv_cache_dtype(kv_cache_dtype, computed, checkpoint)
-        own = own_routings(config, checkpoint.source(computed, place))
+        own = routings_of(checkpoint, computed, place)
         routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own, rule=skip_rule)
-        decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
+        decoder: Decoder | AdaptedDecoder
+        if isinstance(checkpoint, AdaptedCheckpoint):
+            decoder = AdaptedDecoder(checkpoint, computed, progress)
+        else:
+            decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
         if computed != checkpoint.model_dtype or place.type != "cpu":
             checkpoint.release()  # all weights were copied
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):
@@ -174,9 +186,21 @@ class Engine:
         """Load the kernels that this model decodes with, so that the first token does not wait for them."""
         if isinstance(self.decoder, Decoder):
             prepare_decoding(self.dtype, self.device, self.decoder.kernels_needed, self.progress)
+        elif isinstance(self.decoder, AdaptedDecoder):
+            self.decoder.prepare()
 
-    def new_cache(self, sequences: int, capacity: int) -> KeyValueCache:
-        """Return an empty cache with this many positions for each sequence of a batch."""
+    @cached_property
+    def cache_sizes(self) -> tuple[int, int]:
+        """Bytes of the cache for each position of a sequence, and for its states, whatever its length."""
+        if isinstance(self.decoder, AdaptedDecoder):
+            return self.decoder.cache_sizes
+        config, dtype = self.checkpoint.config, self.kv_cache_dtype
+        return position_bytes(config, dtype), state_bytes(config, dtype)
+
+    def new_cache(self, sequences: int, capacity: int) -> Cache:
+        """Return an empty cache with this many positions for each sequence of a batch; that of transformers grows."""
+        if isinstance(self.decoder, AdaptedDecoder):
+            return self.decoder.new_cache()
         return KeyValueCache(self.checkpoint.config, sequences, capacity, self.kv_cache_dtype, self.device)
 
     @cached_property
@@ -194,11 +218,9 @@ class Engine:
         """Bytes of the weights in memory: all weights, or the resident pages of memory-mapped ones."""
         if self.device.type != "cpu":
             return 0
-        if not isinstance(self.checkpoint, Checkpoint) or not isinstance(self.decoder, Decoder):
+        if not isinstance(self.checkpoint, Checkpoint) or isinstance(self.decoder, OnnxDecoder):
             return self.weights_bytes
-        return resident_weights_bytes(
-            (*self.decoder.parameters(), *self.decoder.buffers()), (file.path for file in self.checkpoint.files)
-        )
+        return resident_weights_bytes(self.decoder.weights, (file.path for file in self.checkpoint.files))
 
     @property
     def weights_bytes(self) -> int:
@@ -211,7 +233,7 @@ class Engine:
 
         None for an exported model.
         """
-        if not isinstance(self.decoder, Decoder):
+        if isinstance(self.decoder, OnnxDecoder):
             return None
         blocks, counter = self.decoder.moe_blocks, self.skip_counter
         return self.decoder.bytes_read_per_token([0.0] * len(blocks) if counter is None else counter.share_per_layer)
@@ -268,11 +290,11 @@ class Engine:
             raise OptionError("nothing was generated yet, so there is nothing to report")
         return self._last.report()
 
-    def prefill(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
+    def prefill(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache) -> Tensor:
         """Read the new tokens into the cache and return the logits [B, V] of the last position.
 
         Activations do not grow with the prompt: PREFILL_CHUNK positions are read at a time, with the rotary angles of
-        the whole prompt. An exported graph reads all positions at once.
+        the whole prompt. An exported graph and transformers read all positions at once.
         """
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
@@ -280,16 +302,16 @@ class Engine:
             while isinstance(decoder, Decoder) and cache.length + PREFILL_CHUNK < last:
                 start, end = cache.length, cache.length + PREFILL_CHUNK
                 piece, seen = tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end)
-                decoder.hidden_states(piece, seen, cache, self.prompt_kernels)
+                decoder.hidden_states(piece, seen, _own(cache), self.prompt_kernels)
             start = cache.length
             piece, seen = tokens_BL[:, start - first :], self._seen(real_BP, start, last)
             return self._last_logits(piece, seen, cache, self.prompt_kernels)
 
-    def _last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: KeyValueCache, choice: KernelChoice) -> Tensor:
-        """Return the logits of the last position, [B, V]. An exported model has kernels of its own."""
-        if isinstance(self.decoder, OnnxDecoder):
-            return self.decoder.last_logits(tokens_BL, real_BP, cache)
-        return self.decoder.last_logits(tokens_BL, real_BP, cache, choice)
+    def _last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache, choice: KernelChoice) -> Tensor:
+        """Return the logits of the last position, [B, V]. Only our own decoder leaves the choice of kernels."""
+        if isinstance(self.decoder, Decoder):
+            return self.decoder.last_logits(tokens_BL, real_BP, _own(cache), choice)
+        return self.decoder.last_logits(tokens_BL, real_BP, cast(Any, cache))
 
     def _seen(self, real_BP: Tensor | None, start: int, end: int) -> Tensor | None:
         """Return which positions before `end` are real; the skip counter counts only the real ones from `start` on."""
@@ -298,16 +320,16 @@ class Engine:
             self.skip_counter.counted_T = None if seen_BP is None else seen_BP[:, start:].flatten()
         return seen_BP
 
-    def step(self, tokens_B: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
+    def step(self, tokens_B: Tensor, real_BP: Tensor | None, cache: Cache) -> Tensor:
         """Read one more token of each sequence and return the logits [B, V] after it."""
         with torch.inference_mode(), torch_products(tokens_B.shape[0], self.dtype, self.device):
             return self._last_logits(tokens_B[:, None], real_BP, cache, self.decoding_kernels)
 
-    def steps(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
+    def steps(self, tokens_BL: Tensor, cache: Cache) -> Tensor:
         """Read several known tokens of each sequence in one forward pass and return the logits [B, L, V] after each."""
-        assert isinstance(self.decoder, Decoder), "an exported model has no such forward"
+        assert isinstance(self.decoder, Decoder), "only our own decoder has such a forward"
         with torch.inference_mode(), torch_products(tokens_BL.numel(), self.dtype, self.device):
-            return self.decoder.step_logits(tokens_BL, cache, self.decoding_kernels)
+            return self.decoder.step_logits(tokens_BL, _own(cache), self.decoding_kernels)
 
     def _start(
         self, prompts: Sequence[str], max_new_tokens: int, sampling: SamplingOptions, stop: str | Sequence[str]
@@ -340,11 +362,13 @@ class Engine:
         logits_BV = self.prefill(batch.tokens_BL, batch.real(cache), cache)
         speculation = None if self.draft is None else batch.speculate(self.draft, cache)
         tokens_B = batch.postprocess(logits_BV)
+        batch.grew(cache)
         yield
         while not batch.done:
             batch.resume()
             if speculation is None:
                 tokens_B = batch.postprocess(self.step(tokens_B, batch.real(cache), cache))
+                batch.grew(cache)
             else:
                 (sequence,) = batch.sequences
                 batch.take([speculation.round(sequence.prompt, sequence.tokens, sequence.room)])
@@ -394,22 +418,26 @@ class _Batch:
         """Whether every sequence has ended."""
         return all(sequence.finish_reason for sequence in self.sequences)
 
-    def new_cache(self, engine: Engine) -> KeyValueCache:
+    def new_cache(self, engine: Engine) -> Cache:
         """Return an empty cache that is large enough for the whole batch."""
         cache = engine.new_cache(*self._real_BP.shape)
         self._kv_cache_bytes += cache.bytes
         return cache
 
-    def speculate(self, draft: Engine, cache: KeyValueCache) -> Speculation:
+    def grew(self, cache: Cache) -> None:
+        """Take the size of a cache after a forward pass: that of transformers grows with its sequences."""
+        self._kv_cache_bytes = max(self._kv_cache_bytes, cache.bytes)
+
+    def speculate(self, draft: Engine, cache: Cache) -> Speculation:
         """Make the draft read the prompt, as the target has; `cache` is the target's cache."""
         own = self._engine
         draft_cache = self.new_cache(draft)
         draft.prefill(self.tokens_BL, None, draft_cache)
-        target, writer = Reader(own.steps, cache), Reader(draft.steps, draft_cache)
+        target, writer = Reader(own.steps, _own(cache)), Reader(draft.steps, _own(draft_cache))
         self._speculation = Speculation(target, writer, own.draft_tokens, self._sampling, self._generator)
         return self._speculation
 
-    def real(self, cache: KeyValueCache) -> Tensor | None:
+    def real(self, cache: Cache) -> Tensor | None:
         """Return the mask of real positions for the next forward, bool [B, P]; None if nothing is padded."""
         if not self._padded:
             return None
@@ -473,6 +501,12 @@ class _Batch:
         )
 
 
+def _own(cache: Cache) -> KeyValueCache:
+    """Return the cache of our own decoder."""
+    assert isinstance(cache, KeyValueCache), "the cache is of another decoder"
+    return cache
+
+
 def left_padded(prompts: Sequence[Sequence[int]], more: int) -> tuple[Tensor, Tensor]:
     """Return the padded tokens, int64 [B, L], and the mask of real positions with `more` later ones, bool [B, P]."""
     longest = max(map(len, prompts))
@@ -519,13 +553,28 @@ def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     return dtype
 
 
+def _cpu(checkpoint: AdaptedCheckpoint, device: str) -> torch.device:
+    """Return the device of a model that transformers runs. Raises OptionError for any but the CPU."""
+    if device not in ("auto", "cpu"):
+        raise OptionError(
+            f"{checkpoint.directory}: a model of the family {checkpoint.model_type} runs through transformers here, on the "
+            f"CPU only; device is {device!r}, choose auto or cpu"
+        )
+    return AdaptedDecoder.device
+
+
 def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype of the KV cache; `auto` is the compute dtype.
 
-    Raises OptionError for an unknown dtype, and for any but `auto` with latent attention.
+    Raises OptionError for an unknown dtype, and for any but `auto` with latent attention or a cache of transformers.
     """
     if name == "auto":
         return computed
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        raise OptionError(
+            f"{checkpoint.directory}: transformers keeps the cache of a model of the family {checkpoint.model_type} in the "
+            "compute dtype; leave the KV cache dtype at auto"
+        )
     if checkpoint.config.latent is not None:
         raise OptionError(
             f"{checkpoint.directory}: latent attention keeps the compute dtype; leave the KV cache dtype at auto"
@@ -540,7 +589,13 @@ def _check_pair(target: Path, draft: Path) -> None:
     for directory in (target, draft):
         if backend_of(directory, "auto") == "onnx":
             raise OptionError(f"{directory}: is an exported model, and drafting needs checkpoints; give both as such")
-        if Checkpoint(directory).config.linear_layers:
+        checkpoint = open_mixture_checkpoint(directory)
+        if isinstance(checkpoint, AdaptedCheckpoint):
+            raise OptionError(
+                f"{directory}: transformers runs a model of the family {checkpoint.model_type} here, and its cache cannot "
+                "undo tokens, which drafting requires; leave out the draft"
+            )
+        if checkpoint.config.linear_layers:
             raise OptionError(
                 f"{directory}: layers with a state cannot undo tokens, which drafting requires; leave out the draft"
             )

@@ -31,7 +31,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from engine.batching.loop import EngineLoop
-from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.server.log_budget import limited_logging
 from engine.server.signals import Signals
@@ -121,9 +120,10 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
 
     config = engine.checkpoint.config
     positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
-    sequence = position_bytes(config, engine.kv_cache_dtype) * positions
+    each, state = engine.cache_sizes
+    sequence = each * positions
     on_gpu = engine.device.type == "cuda"
-    states = options.max_batch_size * state_bytes(config, engine.kv_cache_dtype)
+    states = options.max_batch_size * state
     free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
     shared = max(0, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free) - states))
     return states + (max(sequence, shared) if sequence <= max(SMALL_CACHE, free - states) else shared)

@@ -8,7 +8,7 @@ Shape suffixes: T tokens, D size of the experts' input, S slots, N experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,16 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from engine.decoder.experts import MoeBlock, route_through
-from engine.decoder.routing import NO_EXPERT, Gate, Selection, select, sigmoid_shares, softmax
+from engine.decoder.routing import NO_EXPERT, Gate, Selection, Skipping, select, sigmoid_shares, softmax
 from engine.errors import UnsupportedError
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.transformers_models.expert_layers import ExpertLayer, is_routing, replaced_forwards
-from engine.transformers_models.experts_implementation import StackedExperts
+from engine.transformers_models.experts_implementation import StackedExperts, experts_forward
 
 _OWN_ERROR = 1e-4
 """Relative error of this module's functions of logits: those of transformers round elsewhere."""
 _ROUNDINGS = 4
 """Most roundings of a weight by which a router's result may differ: scores, sum, quotient and scale."""
+
+_INPUT_SIZES = (0.1, 0.1, 1.0, 1.0, 10.0, 10.0)
+"""Standard deviations of the inputs that a router is asked about."""
 
 
 class OwnRouting:
@@ -42,6 +45,8 @@ class OwnRouting:
         self.selection = Selection(torch.empty(0), torch.empty(0))
         self._router, self._gate = router, cast("Gate | None", None)
         self._seen = (torch.empty(0), torch.empty(0), torch.empty(0))
+        self.normalises: bool | None = None
+        """Whether the weights of every token have one sum; None until a block has found out for a routing that asks."""
 
     def see(self, logits: Tensor, weights: Tensor, indices: Tensor) -> None:
         """Take the outputs of the router. Logits after those of the experts, such as that of an empty slot, are left out."""
@@ -147,13 +152,13 @@ class AdaptedBlock(MoeBlock):
     `routing`, `observer` and `expert_observer` work as those of a MoeBlock. `running` puts the block into the model.
     """
 
-    def __init__(self, model: Any, layer: ExpertLayer) -> None:
-        """model: of transformers, with the weights of this layer."""
+    def __init__(self, model: Any, layer: ExpertLayer, own: OwnRouting | None = None) -> None:
+        """model: of transformers, with the weights of this layer. own: the router's choice, to be kept up to date."""
         nn.Module.__init__(self)
-        self.layer, self.own = layer, OwnRouting(layer.count, layer.router)
+        self.layer, self.own = layer, own or OwnRouting(layer.count, layer.router)
         self.routing = self.own
-        self._router, self._module = model.get_submodule(layer.router), model.get_submodule(layer.experts)
-        self.experts = cast("nn.ModuleList", StackedExperts(self._module))
+        self._router, self.module = model.get_submodule(layer.router), model.get_submodule(layer.experts)
+        self.experts = cast("nn.ModuleList", StackedExperts(self.module))
         self.observer = self.expert_observer = self.unit_observer = None
 
     @property
@@ -164,22 +169,24 @@ class AdaptedBlock(MoeBlock):
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        found: torch.device = self._module.down_proj.device
+        found: torch.device = self.module.down_proj.device
         return found
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run this block in the place of the layer's experts during the body."""
-        handle = self._router.register_forward_hook(self._saw_router)
+        handle = self._router.register_forward_hook(self._saw_router, with_kwargs=True)
         try:
-            with replaced_forwards({self._module: self._run_experts}):
+            with replaced_forwards({self.module: self._run_experts}):
                 yield
         finally:
             handle.remove()
 
-    def _saw_router(self, module: nn.Module, given: Any, made: Any) -> None:
+    def _saw_router(self, module: nn.Module, given: Any, options: Any, made: Any) -> None:
         assert is_routing(made)
         self.own.see(*made[:3])
+        if self.own.normalises is None and isinstance(self.routing, Skipping):
+            self.own.normalises = _normalises(module, given, options)
 
     def _run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -188,7 +195,11 @@ class AdaptedBlock(MoeBlock):
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
-        return route_through(x_TD, selection, self.experts, self.expert_observer).view_as(hidden_states)
+        return self._computed(x_TD, selection).view_as(hidden_states)
+
+    def _computed(self, x_TD: Tensor, selection: Selection) -> Tensor:
+        """Return the output of the chosen experts, [T, D]."""
+        return route_through(x_TD, selection, self.experts, self.expert_observer)
 
     def outputs(self, x_TD: Tensor) -> Iterator[Tensor]:
         """Yield each expert's output for all tokens, [T, D], with a weight of one."""
@@ -198,3 +209,46 @@ class AdaptedBlock(MoeBlock):
     def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Raise UnsupportedError: the model of transformers runs this block."""
         raise UnsupportedError("the block of a model that transformers runs is run by that model")
+
+
+class KernelBlock(AdaptedBlock):
+    """A block whose experts our kernels compute; only the weights of chosen experts are read."""
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the router's choice is that of the model, and nothing sees it."""
+        return self.routing is self.own and self.observer is None
+
+    def _saw_router(self, module: nn.Module, given: Any, options: Any, made: Any) -> None:
+        if not self._is_plain:
+            super()._saw_router(module, given, options, made)
+
+    def _run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self._is_plain:
+            return experts_forward(self.module, hidden_states, top_k_index, top_k_weights)
+        return super()._run_experts(hidden_states, top_k_index, top_k_weights)
+
+    def _computed(self, x_TD: Tensor, selection: Selection) -> Tensor:
+        return experts_forward(self.module, x_TD, selection.experts, selection.weights)
+
+
+@torch.no_grad()
+def _normalises(router: nn.Module, given: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Return whether the weights of all tokens have one sum: the router is asked about random inputs of several sizes.
+
+    given, options: what the router was called with.
+    """
+    generator, sums, tolerance = torch.Generator().manual_seed(0), [], 0.0
+
+    def noise(value: Any, size: float) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return (torch.randn(value.shape, generator=generator) * size).to(value)
+
+    for size in _INPUT_SIZES:
+        inputs = [noise(value, size) for value in given]
+        made = type(router).forward(router, *inputs, **{name: noise(value, size) for name, value in options.items()})
+        sums.append(made[1].double().reshape(-1, made[1].shape[-1]).sum(-1))
+        tolerance = 2 * torch.finfo(made[1].dtype).eps + _OWN_ERROR
+    sums_1T = torch.cat(sums)[None]
+    return _spread(sums_1T, torch.ones_like(sums_1T, dtype=torch.bool)) <= tolerance

@@ -33,8 +33,10 @@ from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import open_shards
 from engine.passes import heap
+from engine.transformers_models.adapted_block import OwnRouting
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.expert_layers import CountKey, FoundLayers, find_count_key, find_layers, skeleton
+from engine.transformers_models.experts_implementation import StackedExperts
 from engine.transformers_models.interface_families import classes_of, has_interface
 from engine.transformers_models.transformers_model import quiet_transformers
 
@@ -97,6 +99,11 @@ class AdaptedCheckpoint(Checkpoint):
         decoded = PreTrainedConfig._decode_special_floats({key: raw[key] for key in raw if key not in _WITHHELD_KEYS})
         config = load_transformers_config(decoded)
         return skeleton(self.model_class, config, dtype)
+
+    @cached_property
+    def routings(self) -> tuple[OwnRouting, ...]:
+        """The choice of each MoE layer's router, which the blocks that run these layers keep up to date."""
+        return tuple(OwnRouting(layer.count, layer.router) for layer in self.found.experts)
 
     @cached_property
     def count_key(self) -> CountKey:
@@ -203,11 +210,7 @@ class AdaptedCheckpoint(Checkpoint):
         module = model if layer is None else model.get_submodule(f"{self.found.layers}.{layer}")
         empty = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
         try:
-            self._load(model, self.names_by_layer[layer], dtype, device)
-            if layer is None:
-                with quiet_transformers():
-                    model.tie_weights(recompute_mapping=False)
-            self._check_loaded(model, layer)
+            self.load(model, layer, dtype, device)
             yield
         finally:
             for part, parameters, buffers in empty:
@@ -215,6 +218,14 @@ class AdaptedCheckpoint(Checkpoint):
                 part._buffers.update(buffers)
             self.release()
             heap.give_back()
+
+    def load(self, model: Any, layer: int | None, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Give a model the weights that `loaded` holds for a while."""
+        self._load(model, self.names_by_layer[layer], dtype, device)
+        if layer is None:
+            with quiet_transformers():
+                model.tie_weights(recompute_mapping=False)
+        self._check_loaded(model, layer)
 
     def _check_loaded(self, model: Any, layer: int | None) -> None:
         """Raise CheckpointError if a tensor of a layer, or for None one around the layers, has no values."""
@@ -263,6 +274,11 @@ class AdaptedCheckpoint(Checkpoint):
     def parameters(self) -> int:
         """Number of stored parameters."""
         return sum(torch.Size(shape).numel() for _, shape in self.stored_shapes.values())
+
+    def _expert_parameters(self, layer: int) -> int:
+        """Return the number of parameters of all routed experts of a layer."""
+        (name,) = (each.experts for each in self.found.experts if each.index == layer)
+        return sum(weight.numel() for weight in StackedExperts(self.model.get_submodule(name)).weights)
 
     @property
     def bytes(self) -> int:
@@ -362,9 +378,9 @@ class AdaptedCheckpoint(Checkpoint):
     def refusal(self) -> UnsupportedError:
         """Return the error of a command that needs our own decoder."""
         return UnsupportedError(
-            f"{self.directory}: a model of the family {self.model_type} runs through "
-            "transformers here, where `compress calibrate`, `compress "
-            "evaluate` and uniform pruning of whole experts (`compress prune --granularity expert --uniform`) work"
+            f"{self.directory}: a model of the family {self.model_type} runs through transformers here, where `compress "
+            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate` and uniform pruning of whole experts "
+            "(`compress prune --granularity expert --uniform`) work"
         )
 
 

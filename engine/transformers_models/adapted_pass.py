@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.model import DecoderLayer
+from engine.decoder.model import DecoderLayer, own_routings
+from engine.decoder.routing import Routing
 from engine.errors import UnsupportedError
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import Visit, chunk_tokens, stream_layers, stream_negative_log_likelihood
@@ -64,6 +65,13 @@ def negative_log_likelihood(checkpoint: Checkpoint, tokens_SL: Tensor, **options
     return summed_S
 
 
+def routings_of(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Sequence[Routing]:
+    """Return the own Routing of every MoE layer of any checkpoint. dtype, device: of the tensors that belong to it."""
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        return checkpoint.routings
+    return own_routings(checkpoint.config, checkpoint.source(dtype, device))
+
+
 class _Layer(NamedTuple):
     """A decoder layer, as a `visit` sees it."""
 
@@ -93,14 +101,14 @@ def adapted_pass(
     model = checkpoint.build(checkpoint.raw_config, dtype)
     move_buffers(model, device)
     layers = model.get_submodule(checkpoint.found.layers)
-    experts = {layer.index: layer for layer in checkpoint.found.experts}
+    experts = {pair[0].index: pair for pair in zip(checkpoint.found.experts, checkpoint.routings, strict=True)}
     with ExitStack() as held, quiet_transformers():
         held.enter_context(checkpoint.loaded(model, None, dtype, device))
         passes = held.enter_context(_passes(model, layers, tokens_SL, budget, device, needs_logits=finish is not None))
         for index in progress(range(len(layers))):
             with checkpoint.loaded(model, index, dtype, device), ExitStack() as visited:
                 checkpoint.read_ahead(index + 1)
-                block = AdaptedBlock(model, experts[index]) if index in experts else None
+                block = AdaptedBlock(model, *experts[index]) if index in experts else None
                 if block is not None:
                     visited.enter_context(block.running())
                 after = visit(index, cast(DecoderLayer, _Layer(block)))

@@ -142,7 +142,7 @@ def _calls(model: Any, model_type: str, names: Mapping[int, str]) -> list[_Call]
     experts = [module for module in model.modules() if is_experts(module)]
     with replaced_forwards({module: partial(saw_experts, module) for module in experts}):
         try:
-            _probe(model)
+            probe(model, PROBE_TOKENS, use_cache=False)
         except UnsupportedError:
             raise
         except Exception as error:  # any exception of a model that computes with the values of its inputs
@@ -166,15 +166,15 @@ def is_routing(made: Any) -> bool:
 
 
 @torch.no_grad()
-def _probe(model: Any) -> None:
-    """Run a text through a model on the meta device."""
-    tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
+def probe(model: Any, length: int, **options: Any) -> Any:
+    """Run a text of so many tokens through a model on the meta device and return its output. options: of its forward."""
+    tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
     kept = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     with quiet_transformers():
         move_buffers(model, "meta")
         try:
             with torch.device("meta"), _all_nonzero(), _ZeroForValues():  # type: ignore[no-untyped-call]
-                model(input_ids=tokens, use_cache=False)
+                return model(input_ids=tokens, **options)
         finally:
             for name, buffer in kept.items():
                 _set_buffer(model, name, buffer)

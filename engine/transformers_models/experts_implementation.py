@@ -73,6 +73,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return _routed(experts, hidden_states.detach().contiguous(), selection)
 
 
+def prepare(module: Any) -> None:
+    """Load the compiled kernels that compute these experts, so that their first call does not wait for them."""
+    experts = StackedExperts(module)
+    kernels = CHOICE.for_any(experts.first_NPD[0])
+    if kernels is not None:
+        _table_of(kernels, experts)
+
+
 class StackedExperts:
     """The experts of one module of transformers, as views into its stacked weights: a list of functions."""
 

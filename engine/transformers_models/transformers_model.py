@@ -22,9 +22,12 @@ _SPARE = 1 << 24
 SAME_MODEL = "config.json and the weights must be of the same model"
 
 
-def load_decoder(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | str = "auto") -> Any:
+def load_decoder(
+    directory: Path, config: Mapping[str, Any], dtype: torch.dtype | str = "auto", model_class: Any = None
+) -> Any:
     """Return a decoder built by transformers, in eval mode, without running code of the directory. `config`: config.json.
 
+    model_class: of transformers; None for the one that transformers finds for generation.
     Raises OptionError if transformers cannot load it in this way, CheckpointError for a model that transformers
     refuses.
     """
@@ -33,7 +36,9 @@ def load_decoder(directory: Path, config: Mapping[str, Any], dtype: torch.dtype 
     check_loadable(directory, config)
     from transformers import AutoModelForCausalLM
 
-    loader: Any = own_class(ARCHITECTURES[config["model_type"]]) if config.get("auto_map") else AutoModelForCausalLM
+    loader: Any = model_class or AutoModelForCausalLM
+    if config.get("auto_map") and model_class is None:
+        loader = own_class(ARCHITECTURES[config["model_type"]])
     with quiet_transformers():
         try:
             model = loader.from_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import torch
 from tiny_families import by_name, loaded, save_tiny
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
+from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
+from calibrate.skipping import skip_tables
 from calibrate.statistics import load_statistics
+from compress.compare import compare
 from compress.evaluate import evaluate_model
 from compress.options.calibrate import CalibrateOptions
+from compress.options.compare import CompareOptions
 from compress.options.evaluate import EvaluateOptions
 from compress.options.prune import PruneOptions
 from compress.options.refit import RefitOptions
@@ -22,6 +27,8 @@ from compress.options.training import RecoverOptions
 from compress.plans.selection import Budget
 from compress.prune import prepare_pruning, prune
 from compress.statistics_file import calibrate_to_file
+from engine.bench.backends import BACKENDS, BenchCase, BenchSpec, run_case
+from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
@@ -85,14 +92,58 @@ def test_families_without_removable_experts_are_refused_before_any_work(tmp_path
         prepare_pruning(_options(tmp_path / "full", tmp_path / "result"))
 
 
-def test_skipping_is_refused(model: Path) -> None:
-    with pytest.raises(OptionError, match="transformers runs a model of the family exaone_moe and skips no experts"):
+def test_skipping_needs_tables(model: Path) -> None:
+    with pytest.raises(OptionError, match="the checkpoint has no skip_tables"):
         evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, skip_threshold=1.0))
 
 
 def test_the_memory_limit_counts_whole_layers(model: Path) -> None:
     with pytest.raises(OptionError, match=r"memory-limit is 0\.01GB, and this needs"):
         evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, memory_limit=10_000_000))
+
+
+def test_both_backends_of_the_benchmark_compute_the_same(model: Path) -> None:
+    """Also after other tokens, and with weights and caches of the same size."""
+    specs = [BenchSpec(str(model), backend, threads=1, device="cpu", batch=2) for backend in ("torch", "transformers")]
+    backends: list[Any] = [BACKENDS[spec.backend](spec) for spec in specs]
+    tokens_BL = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    found = []
+    for backend in backends:
+        assert run_case(backend, BenchCase("pp", 6, depth=6), tokens_BL) > 0
+        assert run_case(backend, BenchCase("tg", 2), tokens_BL) > 0
+        backend.start(2, 12)
+        found.append([backend.forward(piece_BL).tolist() for piece_BL in tokens_BL.split([10, 1, 1], dim=1)])
+    assert found[0] == found[1]
+    assert backends[0].kv_cache_bytes == backends[1].kv_cache_bytes > 0
+    assert backends[0].weights_bytes == backends[1].weights_bytes
+    assert backends[0].checkpoint.active_parameters < backends[0].checkpoint.parameters
+
+
+@pytest.mark.slow
+def test_compare_measures_them(model: Path, tmp_path: Path) -> None:
+    """The model with calibrated tables beside itself without tables: one perplexity, and one that skipping changes."""
+    shutil.copytree(model, tmp_path / "tables")
+    checkpoint = AdaptedCheckpoint(model)
+    tokens_SL = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
+    skip_tables(collect(checkpoint, tokens_SL, dtype=torch.float32)).save(tmp_path / "tables" / FILE_NAME)
+    figures = compare(
+        CompareOptions(
+            models=(str(model), str(tmp_path / "tables")),
+            text=TEXT,
+            skip_threshold=1.0,
+            speed=True,
+            prompt_tokens=8,
+            generated_tokens=4,
+            repetitions=1,
+            threads=1,
+        )
+    )
+    plain, skipping = figures["rows"]
+    assert plain["skip_threshold"] == 0.0
+    assert skipping["decode_experts_skipped_share"] > 0.0
+    assert skipping["perplexity_without_skipping"] == pytest.approx(plain["perplexity"])
+    assert skipping["perplexity"] != pytest.approx(plain["perplexity"], rel=1e-6)
+    assert plain["decode_tokens_per_second_mean"] > 0
 
 
 @pytest.mark.slow
@@ -111,6 +162,10 @@ def test_commands_work_through_transformers(model: Path, tmp_path: Path) -> None
         EvaluateOptions(model=str(tmp_path / "result"), calibration=replace(TEXT, samples=2), split="held-out")
     )
     assert own["value"] == pytest.approx(figures["perplexity_after"], rel=1e-4)
+    assert own["experts_skipped_share"] == 0.0
+    text = replace(TEXT, samples=2)
+    skipping = EvaluateOptions(model=str(tmp_path / "result"), calibration=text, split="held-out", skip_threshold=1.0)
+    assert 0.1 < evaluate_model(skipping)["experts_skipped_share"] < 0.4
     with torch.no_grad():
         tokens_SL = torch.randint(3, VOCABULARY, (1, 8))
         assert result(input_ids=tokens_SL).logits.isfinite().all()
