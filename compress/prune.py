@@ -259,9 +259,10 @@ def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None
     if METHODS[options.method].kind == "merge" or options.merge != "none" or trains or options.shard:
         raise checkpoint.refusal()
     expert_places(checkpoint)  # raises UnsupportedError where no expert can be removed
-    budget, fitting = options.budget, [name for name, method in METHODS.items() if method.from_statistics]
+    budget = options.budget
     if budget is None:
         return
+    fitting = [name for name in methods_of("prune") if _runs_anywhere(name)]
     if budget.granularity != "expert" or options.method not in fitting:
         raise OptionError(
             f"{options.method} needs our own decoder, and transformers runs a model of the "
@@ -273,6 +274,11 @@ def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None
             f"a model of the family {checkpoint.model_type} has one number of experts in "
             "config.json, the same for every layer; add --uniform"
         )
+
+
+def _runs_anywhere(name: str) -> bool:
+    """Return whether a method scores experts of models that transformers runs."""
+    return not METHODS[name].needs_decoder and METHODS[name].granularity == "expert"
 
 
 def _narrowest_plan(budget: Budget, config: DecoderConfig) -> Plan:

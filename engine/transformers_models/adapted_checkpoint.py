@@ -23,6 +23,7 @@ from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.classifiers import classified
+from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS
 from engine.families.resolve import load_transformers_config
 from engine.families.table import ARCHITECTURES
@@ -33,12 +34,15 @@ from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import open_shards
 from engine.passes import heap
+from engine.passes.layerwise import SWEEP_TOKENS
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.expert_layers import CountKey, FoundLayers, find_count_key, find_layers, skeleton
 from engine.transformers_models.interface_families import classes_of, has_interface
 from engine.transformers_models.transformers_model import quiet_transformers
 
 _RELEASE_EVERY_BYTES = 64 << 20
+SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
+"""Bytes of the states before every layer that a pass with gradients keeps in memory, without and with a memory limit."""
 _PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
 """Config keys of the number of layers for multi-token prediction."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -84,6 +88,8 @@ class AdaptedCheckpoint(Checkpoint):
         self._stored, files = open_shards(directory)
         self._by_name, self.files = self._stored, [*files]
         self._check_names()
+
+    has_own_decoder = False
 
     @property
     def model_type(self) -> str:
@@ -309,9 +315,17 @@ class AdaptedCheckpoint(Checkpoint):
             "programs that run these layers cannot load them, and transformers leaves them out"
         )
 
-    def kept_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the hidden states of all text before and after a layer, which a pass keeps in memory."""
-        return 2 * tokens * int(self.config.transformers_config.hidden_size) * dtype.itemsize
+    def kept_bytes(self, tokens: int, dtype: torch.dtype, *, gradients: bool) -> int:
+        """Return the bytes of the hidden states that a pass keeps in memory.
+
+        These are those of all text before and after a layer and, for gradients, those of some text before every layer and
+        their gradients.
+        """
+        kept = 2 * tokens * _state_bytes(self.config, dtype)
+        if not gradients:
+            return kept
+        together = min(tokens, sweep_tokens(self.config, dtype, is_limited=True))
+        return max(kept, together * (len(self.config.layers) + 2) * _state_bytes(self.config, dtype))
 
     def piece_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of weights that are resident together: what is around the layers, and the largest layer.
@@ -366,6 +380,20 @@ class AdaptedCheckpoint(Checkpoint):
             "transformers here, where `compress calibrate`, `compress "
             "evaluate` and uniform pruning of whole experts (`compress prune --granularity expert --uniform`) work"
         )
+
+
+def sweep_tokens(config: DecoderConfig, dtype: torch.dtype, *, is_limited: bool) -> int:
+    """Return the number of tokens whose states before every layer are in memory together in a pass with gradients.
+
+    is_limited: whether the run has a memory limit. A sweep has at least one sequence.
+    """
+    most = SWEEP_BYTES_WITHIN_LIMIT if is_limited else SWEEP_BYTES
+    return max(1, min(SWEEP_TOKENS, most // (len(config.layers) * _state_bytes(config, dtype))))
+
+
+def _state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the hidden state of one token."""
+    return int(config.transformers_config.hidden_size) * dtype.itemsize
 
 
 def _check_known(raw: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from calibrate.options import CalibrationOptions
 from calibrate.statistics import load_statistics
 from compress.evaluate import evaluate_model
+from compress.methods.gate_fisher import fisher_scores
 from compress.options.calibrate import CalibrateOptions
 from compress.options.evaluate import EvaluateOptions
 from compress.options.prune import PruneOptions
@@ -24,6 +26,7 @@ from compress.prune import prepare_pruning, prune
 from compress.statistics_file import calibrate_to_file
 from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.adapted_gradients import AdaptedDecoder
 
 TEXT = CalibrationOptions(data="stdlib", samples=3, sequence_length=24, evaluation_samples=2)
 
@@ -45,7 +48,7 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "fisher"}, "fisher needs our own decoder, .* give --granularity expert --method frequency or"),
+        ({"method": "diep"}, "diep needs our own decoder, .* give --granularity expert --method frequency or"),
         ({"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")}, "unit-obs needs our own decoder"),
         (
             {"budget": Budget(experts=5, min_experts=0)},
@@ -93,6 +96,17 @@ def test_skipping_is_refused(model: Path) -> None:
 def test_the_memory_limit_counts_whole_layers(model: Path) -> None:
     with pytest.raises(OptionError, match=r"memory-limit is 0\.01GB, and this needs"):
         evaluate_model(EvaluateOptions(model=str(model), calibration=TEXT, memory_limit=10_000_000))
+
+
+def test_the_default_method_prunes_whole_experts(model: Path, tmp_path: Path) -> None:
+    """Gate Fisher, with a memory limit: the kept experts have the highest scores of their layer."""
+    figures = prune(_options(model, tmp_path / "result", method="fisher", memory_limit=2_000_000_000))
+    assert figures["experts_per_layer"] == [5, 5, 5]
+    prepared = prepare_pruning(_options(model, tmp_path / "other", method="fisher"))
+    decoder = AdaptedDecoder(AdaptedCheckpoint(model), prepared.dtype)
+    plan = json.loads((tmp_path / "result" / "compression.json").read_text())["plan"]
+    for layer, scores_N in fisher_scores(decoder, prepared.tokens_SL).items():
+        assert plan["layers"][str(layer)] == sorted(scores_N.topk(5).indices.tolist())
 
 
 @pytest.mark.slow

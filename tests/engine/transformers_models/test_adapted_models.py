@@ -312,7 +312,7 @@ def test_a_memory_limit_counts_the_hidden_states_of_all_text(stored: Path) -> No
     checkpoint, demand = AdaptedCheckpoint(stored), MemoryDemand(torch.bfloat16, 16)
     limit = 4 << 30
     assert budget_for(limit, checkpoint, demand).limit == limit
-    assert checkpoint.kept_bytes(1000, torch.bfloat16) == 2 * 1000 * 32 * 2
+    assert checkpoint.kept_bytes(1000, torch.bfloat16, gradients=False) == 2 * 1000 * 32 * 2
     with pytest.raises(OptionError, match="and this needs"):
         budget_for(limit, checkpoint, replace(demand, tokens=limit // (32 * 4)))
 
