@@ -24,7 +24,7 @@ from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
 
 
 def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:
@@ -78,10 +78,10 @@ def _streamed(
         ),
         "progress": lambda layers: progress(layers, "perplexity (layers)"),
     }
-    if isinstance(checkpoint, AdaptedCheckpoint):
+    if not checkpoint.has_own_decoder:
         if options.skip_threshold:
             raise OptionError(
-                f"transformers runs a model of the family {checkpoint.model_type} and skips no "
+                f"transformers runs a model of the family {config.architecture.model_type} and skips no "
                 "experts; leave out --skip-threshold"
             )
         return losses(checkpoint, tokens_SL, **passing), None

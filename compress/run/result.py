@@ -45,7 +45,7 @@ from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
 
 SKIP_TABLE_SEQUENCES = 16
 """Number of sequences on which the result's own skip tables are measured."""
@@ -145,7 +145,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         processes.told(str(directory.absolute()))
         result = open_mixture_checkpoint(directory)
         own, after = _measured(run, result)
-        if own is not None and not isinstance(result, AdaptedCheckpoint):  # which skips nothing
+        if own is not None and result.has_own_decoder:  # transformers skips nothing
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
         widest = source.config.widest_ffn()
@@ -260,8 +260,8 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
         "peak_memory_bytes": peak_memory_bytes(),
         "loading_note": result.loading_note,
     }
-    if result.prediction_note is not None:
-        own["prediction_note"] = result.prediction_note
+    if (note := result.prediction_note or result.prediction_choice(source)) is not None:
+        own["prediction_note"] = note
     rounding: Mapping[str, object] = made.quantiser.figures(source, result) if made.quantiser else {}
     return cast(ModelFigures, {**own, **made.figures, **rounding})
 

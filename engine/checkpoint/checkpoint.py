@@ -264,6 +264,10 @@ class Checkpoint(ModelDirectory):
         """A sentence about layers for multi-token prediction that do not fit config.json; None where there are none."""
         return None
 
+    def prediction_choice(self, source: Checkpoint) -> str | None:
+        """A sentence about how the experts of layers for multi-token prediction were chosen; None where none are there."""
+        return None
+
     def release(self) -> None:
         """Give resident pages of weights back to the operating system; tensors stay valid."""
         for file in (*self.files, *self.companions):

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.decoder.experts import MoeBlock, route_through
+from engine.decoder.experts import MoeBlock, grouped, route_through
 from engine.decoder.routing import NO_EXPERT, Gate, Selection, select, sigmoid_shares, softmax
 from engine.errors import UnsupportedError
 from engine.kernels.kernel_choice import TORCH, KernelChoice
@@ -155,6 +155,7 @@ class AdaptedBlock(MoeBlock):
         self._router, self._module = model.get_submodule(layer.router), model.get_submodule(layer.experts)
         self.experts = cast("nn.ModuleList", StackedExperts(self._module))
         self.observer = self.expert_observer = self.unit_observer = None
+        self.scales_inputs = False
 
     @property
     def hidden_size(self) -> int:
@@ -188,7 +189,10 @@ class AdaptedBlock(MoeBlock):
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
-        return route_through(x_TD, selection, self.experts, self.expert_observer).view_as(hidden_states)
+        if self.unit_observer is None:
+            return route_through(x_TD, selection, self.experts, self.expert_observer).view_as(hidden_states)
+        y_TD = grouped(x_TD, selection, self.experts, units=self.unit_observer.units)
+        return self.unit_observer.output(y_TD).view_as(hidden_states)
 
     def outputs(self, x_TD: Tensor) -> Iterator[Tensor]:
         """Yield each expert's output for all tokens, [T, D], with a weight of one."""
