@@ -21,7 +21,7 @@ from calibrate.windows import Windows
 from compress.options.job import JobOptions
 from compress.plans.apply import apply, carried_files
 from compress.plans.plan import plan_to_json
-from compress.report import plots
+from compress.report import canvas
 from compress.report.card import model_card
 from compress.report.diep_scores import load_scores
 from compress.report.expert_record import ExpertRecord, save_record
@@ -153,7 +153,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         record = ExpertRecord(*(model.seen for model in models))
         if record.after.routed or record.after.within:
             save_record(record, directory)
-        pictures = [*made.draw(directory), *draw(directory, models)] if plots.available() else []
+        pictures = [*made.draw(directory), *draw(directory, models)] if canvas.available() else []
         figures = _figures(run, made, result, perplexity_figures(run.prepared.held_out, before, after))
         figures["plots"] = [picture.path.name for picture in pictures]
         skipping, lines = (directory / SKIP_TABLES).exists(), (*made.card, *(made.quantiser.card if made.quantiser else ()))
