@@ -9,7 +9,9 @@ Shape suffixes: P outputs of the first product of an expert, F width, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +19,42 @@ from torch import Tensor
 from engine.checkpoint.stacks import joined
 from engine.errors import UnsupportedError
 from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, UP, UP_BIAS, Stack
-
-if TYPE_CHECKING:
-    from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.config_keys import CountKey
+from engine.transformers_models.expert_layers import FoundLayers
 
 SAMPLED_EXPERT = 1
 """The expert whose values are compared."""
 _PAIRS = ((GATE, UP), (UP, GATE))
+
+
+class StoredModel(Protocol):
+    """A checkpoint that transformers runs (AdaptedCheckpoint), as functions see it that find experts in its files."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def raw_config(self) -> dict[str, Any]: ...
+    @property
+    def model_dtype(self) -> torch.dtype: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def found(self) -> FoundLayers: ...
+    @property
+    def count_key(self) -> CountKey: ...
+    @property
+    def targets(self) -> dict[str, str]: ...
+    @property
+    def stored_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]: ...
+    @property
+    def stored_experts(self) -> Any: ...
+    def build(self, raw: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any: ...
+    def loaded(
+        self, model: Any, layer: int | None, dtype: torch.dtype, device: torch.device | str
+    ) -> AbstractContextManager[None]: ...
+    def stored_tensor(self, name: str) -> Tensor: ...
 
 
 def generic(name: str) -> str:
@@ -31,7 +62,7 @@ def generic(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def stacks_of(checkpoint: AdaptedCheckpoint, samples: Mapping[str, Callable[[], Tensor]]) -> dict[str, Stack]:
+def stacks_of(checkpoint: StoredModel, samples: Mapping[str, Callable[[], Tensor]]) -> dict[str, Stack]:
     """Return how stored tensors hold projections, by their generic names.
 
     samples: return what each tensor of the first MoE layer holds of that expert. Raises UnsupportedError for a tensor
@@ -46,7 +77,7 @@ def stacks_of(checkpoint: AdaptedCheckpoint, samples: Mapping[str, Callable[[], 
         return {key: _stack_of(checkpoint, key, sample(), projections) for key, sample in samples.items()}
 
 
-def _stack_of(checkpoint: AdaptedCheckpoint, key: str, stored: Tensor, projections: Mapping[int, Tensor]) -> Stack:
+def _stack_of(checkpoint: StoredModel, key: str, stored: Tensor, projections: Mapping[int, Tensor]) -> Stack:
     for stack in _candidates(key, projections):
         expected = joined(stack, [projections[each] for each in stack.projections])
         if stored.shape == expected.shape and torch.equal(stored.to(expected.dtype), expected):
@@ -92,7 +123,7 @@ def _split(module: Any, first: Tensor, gate: int, up: int) -> dict[int, Tensor]:
     return dict(zip((gate, up), parts, strict=True))
 
 
-def _check_gate(checkpoint: AdaptedCheckpoint, module: Any, width: int) -> None:
+def _check_gate(checkpoint: StoredModel, module: Any, width: int) -> None:
     """Raise UnsupportedError unless a hidden unit depends on the outputs of the first product that `_split` says."""
     outputs = 2 * width if module.has_gate else width
     with torch.enable_grad():

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,10 +24,7 @@ from engine.errors import UnsupportedError
 from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, Stack
 from engine.transformers_models.config_keys import ExpertAxis
 from engine.transformers_models.expert_layers import PROJECTIONS
-from engine.transformers_models.stack_of import SAMPLED_EXPERT, generic, stacks_of
-
-if TYPE_CHECKING:
-    from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.stack_of import SAMPLED_EXPERT, StoredModel, generic, stacks_of
 
 _PIECE_BYTES = 64 << 20
 
@@ -56,7 +52,7 @@ class EveryExpert:
 Place = OneExpert | EveryExpert
 
 
-def expert_places(checkpoint: AdaptedCheckpoint) -> dict[str, Place]:
+def expert_places(checkpoint: StoredModel) -> dict[str, Place]:
     """Return the place of every stored tensor that depends on the number of experts, by its name in the files.
 
     Raises UnsupportedError for tensors from which single experts cannot be taken.
@@ -76,7 +72,7 @@ def expert_places(checkpoint: AdaptedCheckpoint) -> dict[str, Place]:
     return places | dict(_prediction_places(checkpoint, places))
 
 
-def _prediction_places(checkpoint: AdaptedCheckpoint, places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
+def _prediction_places(checkpoint: StoredModel, places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
     """Yield the places of tensors of layers for multi-token prediction, which the model of transformers does not have.
 
     Their names end as those of the last MoE layer, whose experts decide which of theirs stay. A layer that does not have all
@@ -106,7 +102,7 @@ def _moved(place: Place, before: str, after: str) -> Place:
     return place if isinstance(place, EveryExpert) else replace(place, prefix=after + place.prefix.removeprefix(before))
 
 
-def _check_router(checkpoint: AdaptedCheckpoint, router: str) -> None:
+def _check_router(checkpoint: StoredModel, router: str) -> None:
     """Raise UnsupportedError for a router with a table of expert numbers, which would name experts that are gone."""
     for name, tensor in checkpoint.model.get_submodule(router).state_dict().items():
         if not tensor.is_floating_point():
@@ -118,7 +114,7 @@ def _check_router(checkpoint: AdaptedCheckpoint, router: str) -> None:
 
 
 def _places(
-    checkpoint: AdaptedCheckpoint, names: Sequence[str], layer: int, count: int, axis: ExpertAxis
+    checkpoint: StoredModel, names: Sequence[str], layer: int, count: int, axis: ExpertAxis
 ) -> Iterable[tuple[str, Place]]:
     """Yield the places of the stored tensors that become one tensor of the model."""
     numbers = _numbers(names, count)
@@ -158,7 +154,7 @@ def _numbers(names: Sequence[str], count: int) -> list[tuple[int, str, str]] | N
 class StoredExperts:
     """The projections of the experts of a checkpoint, whatever the layout of the tensors that hold them."""
 
-    def __init__(self, checkpoint: AdaptedCheckpoint) -> None:
+    def __init__(self, checkpoint: StoredModel) -> None:
         """Raises the errors of `expert_places`, and UnsupportedError for tensors in which projections are not found."""
         self._checkpoint, self.places = checkpoint, expert_places(checkpoint)
         samples: dict[str, str] = {}
@@ -217,12 +213,12 @@ class StoredResult:
     """The tensors of the files of a model with other experts, most of which are copies of the source's, some renamed."""
 
     def __init__(
-        self, checkpoint: AdaptedCheckpoint, layers: Mapping[int, ResultLayer], projection: Projection | None = None
+        self, checkpoint: StoredModel, layers: Mapping[int, ResultLayer], projection: Projection | None = None
     ) -> None:
         """layers: by decoder layer index. projection: needed where experts change. Raises the errors of `expert_places`."""
         self._checkpoint, self._layers, self._projection = checkpoint, layers, projection
         changes = any(layer.changed for layer in layers.values())
-        self._experts = checkpoint.stored_experts if changes else None
+        self._experts: StoredExperts | None = checkpoint.stored_experts if changes else None
         places = expert_places(checkpoint) if self._experts is None else self._experts.places
         self._pieces: dict[str, Callable[[], Iterator[Tensor]]] = {}
         self.layout: Layout = {}
