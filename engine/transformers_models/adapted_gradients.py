@@ -114,7 +114,7 @@ def _through_head(own: Pass, loss: Loss) -> float:
 
 
 class _Step(NamedTuple):
-    """What one layer was given for one batch, and what it has handed on."""
+    """The inputs of one layer for one batch, and what it has handed on."""
 
     rows: slice
     call: Call
