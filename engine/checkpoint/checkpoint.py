@@ -252,13 +252,20 @@ class Checkpoint(ModelDirectory):
         """Return the bytes of weights that are resident together; None for weights that are read tensor by tensor."""
         return None
 
-    def kept_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+    def kept_bytes(self, tokens: int, dtype: torch.dtype, *, gradients: bool) -> int:
         """Return the bytes of hidden states that a pass keeps in memory besides its batch: none, they go to files."""
         return 0
+
+    has_own_decoder = True
+    """Whether our own decoder is built from it, and not transformers' model."""
 
     @property
     def prediction_note(self) -> str | None:
         """A sentence about layers for multi-token prediction that do not fit config.json; None where there are none."""
+        return None
+
+    def prediction_choice(self, source: Checkpoint) -> str | None:
+        """A sentence about how the experts of layers for multi-token prediction were chosen; None where none are there."""
         return None
 
     def release(self) -> None:

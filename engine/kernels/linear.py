@@ -84,7 +84,9 @@ def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 def transposed_linear(x_TI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return x·W + b in x's dtype, for a matrix that is stored with one row for each input."""
-    if is_emulated(weight_IO) and x_TI.shape[0] >= WIDEN_FROM_ROWS:
+    if torch.is_grad_enabled() and (x_TI.requires_grad or weight_IO.requires_grad):
+        y_TO = x_TI.float() @ weight_IO.float() if is_emulated(weight_IO) else x_TI @ weight_IO
+    elif is_emulated(weight_IO) and x_TI.shape[0] >= WIDEN_FROM_ROWS:
         inputs, outputs = weight_IO.shape
         wide_TI, y_TO = x_TI.float(), x_TI.new_zeros(x_TI.shape[0], outputs, dtype=torch.float32)
         step = max(1, BLOCK_ELEMENTS // outputs)
