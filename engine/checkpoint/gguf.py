@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from shutil import copyfile, rmtree
 from tempfile import mkdtemp
@@ -35,6 +35,8 @@ from engine.files.model_files import check_inside
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from engine.kernels.block_weight import BlockWeight
 
 SAME_FILE = "its metadata and tensors must be of the same model"
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -195,16 +197,27 @@ class GgufView(StoredView):
         """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
         from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
 
+        own = self._part(stored)
+        return dequantized(own, self.stored.type, dtype or self.element.torch) if self.is_quantized else own
+
+    def _part(self, stored: Tensor) -> Tensor:
+        """Return this view's part of the stored tensor or blocks, in the family's order of rows."""
         if self.is_divided:
             stored = stored.view(*self.expected[:-1], -1)  # files differ in dimensions of 1; a row of blocks is one of bytes
         own = stored if self.place.expert is None else stored[self.place.expert]
         if self.place.part is not None:
             own = own[self.place.part]
-        if self.place.heads is not None:
-            own = unpaired(own, self.place.heads)
-        if not self.is_quantized:
-            return own
-        return dequantized(own, self.stored.type, dtype or self.element.torch)
+        return own if self.place.heads is None else unpaired(own, self.place.heads)
+
+    def weight(self, kinds: Container[str]) -> BlockWeight | None:
+        """Return the matrix in blocks, if it is stored in blocks of one of these types; mapped unless rows are permuted."""
+        from engine.checkpoint.gguf_blocks import dequantized
+        from engine.kernels.block_weight import BlockWeight
+
+        if self.stored.type.name not in kinds or len(self.shape) != 2:
+            return None
+        blocks = self._part(self.file.tensor(self.stored_name)).view(self.shape[0], -1)
+        return BlockWeight(blocks, self.stored.type.name, self.shape[1], partial(dequantized, kind=self.stored.type))
 
 
 class AbsorbedView(GgufView):
@@ -222,6 +235,9 @@ class AbsorbedView(GgufView):
 
     def _expected(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.count, self.latent.value_dimension, self.latent.key_value_rank
+
+    def weight(self, kinds: Container[str]) -> None:
+        """None: the matrix is made of two."""
 
     @property
     def stored_names(self) -> tuple[str, ...]:

@@ -44,7 +44,14 @@ from engine.generation.sampling import penalised_rows, sample
 from engine.generation.speculative import Reader, Speculation
 from engine.generation.text_stream import TextStream, plain_text
 from engine.kernels.devices import resolve_device, set_threads
-from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, PROMPT, KernelChoice, prepare_decoding
+from engine.kernels.kernel_choice import (
+    COMPILED_MAX_ROWS,
+    DECODING,
+    PROMPT,
+    KernelChoice,
+    block_types_multiplied,
+    prepare_decoding,
+)
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
 
@@ -154,7 +161,7 @@ class Engine:
         kept = resolve_kv_cache_dtype(kv_cache_dtype, computed, checkpoint)
         own = own_routings(config, checkpoint.source(computed, place))
         routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own, rule=skip_rule)
-        decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
+        decoder = Decoder(config, checkpoint.weights(computed, place, block_types_multiplied(computed, place))).eval()
         if computed != checkpoint.model_dtype or place.type != "cpu":
             checkpoint.release()  # all weights were copied
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):
