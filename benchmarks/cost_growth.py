@@ -39,7 +39,7 @@ from compress.methods.relaxations import RELAXATIONS
 from compress.methods.s_smoe import s_smoe
 from compress.methods.saliency import frequency, mean_output_norm, probability, reap, significance
 from compress.options.prune import DiepOptions
-from compress.report import plots
+from compress.report import canvas, plots
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 
@@ -156,13 +156,13 @@ def draw(figures: dict[str, Any]) -> Any:
     """Draw ratios to the base for each method, and seconds by the number of experts for the methods that differ there."""
     seconds, base = figures["seconds"], figures["base"]
     names = list(seconds)
-    with plots.style():
+    with canvas.style():
         figure = Figure(figsize=(11.0, 5.4), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1.25, 1.0))
         for place, variant in enumerate(("layers × 2", "tokens × 2", "experts × 2")):
             down = [row + 0.26 * (place - 1) for row in range(len(names))]
             ratios = [seconds[name][variant] / seconds[name]["base"] for name in names]
-            left.barh(down, ratios, height=0.24, color=plots.COLOURS[place], label=variant)
+            left.barh(down, ratios, height=0.24, color=canvas.COLOURS[place], label=variant)
         left.axvline(1.0, color=plots.MISSING, linewidth=1, zorder=0)
         left.axvline(2.0, color="black", linewidth=0.8, linestyle=":")
         left.set_yticks(range(len(names)), names)
@@ -173,7 +173,7 @@ def draw(figures: dict[str, Any]) -> Any:
         shown = ("diep, gated", "diep, routed", "diep, paper", "naee, greedy", "fisher", "frequency")
         for place, name in enumerate(shown):
             taken = [seconds[name][variant] for variant in ("base", "experts × 2", "experts × 4")]
-            right.plot(counts, taken, marker="o", color=plots.COLOURS[place], label=name)
+            right.plot(counts, taken, marker="o", color=canvas.COLOURS[place], label=name)
         right.set_xscale("log", base=2)
         right.set_yscale("log")
         right.set_xticks(counts, [str(count) for count in counts])
@@ -197,7 +197,7 @@ def main() -> None:
     figures = {"base": BASE, "sequences": SEQUENCES, "length": LENGTH, "seconds": seconds, "rounds": rounds}
     save("cost_growth", figures)
     if len(seconds) == len(methods()):
-        plots.save(draw(figures), RESULTS / "cost_growth.png")
+        canvas.save(draw(figures), RESULTS / "cost_growth.png")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from compress.dense.dense_student import dense_student, student_parameters
 from compress.dense.dense_training import train_dense
 from compress.options.densify import SELECTIONS
 from compress.options.training import DenseTrainingOptions
-from compress.report import plots
+from compress.report import canvas
 from compress.run.perplexity import perplexity
 from compress.training.layer_distillation import decoder_perplexity
 from engine.checkpoint.checkpoint import Checkpoint
@@ -198,7 +198,7 @@ def picture(figures: dict[str, Any], path: Path) -> None:
     done = figures["lines"]
     teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
     numbers = sorted(ffns_of(done))
-    with plots.style():
+    with canvas.style():
         figure = Figure(figsize=(3.6 * len(numbers), 3.8), layout="constrained")
         panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
         for axes, ffns in zip(panels, numbers, strict=True):
@@ -214,7 +214,7 @@ def picture(figures: dict[str, Any], path: Path) -> None:
         panels[0].set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
         panels[0].yaxis.set_minor_formatter("")
         panels[-1].legend(frameon=False, fontsize=8)
-        plots.save(figure, path)
+        canvas.save(figure, path)
 
 
 def means(done: list[dict[str, Any]], ffns: int, select: str, stage: str) -> float | None:

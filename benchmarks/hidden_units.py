@@ -6,8 +6,8 @@
 The models are those of benchmarks/methods.py. Every result is made by the code of `compress prune` and judged on 256 windows
 of the half of the held-out documents that nothing was chosen on; losses are paired by document. The seed draws the
 calibration text, 512 × 256 tokens for every method. Each (model, method, seed) runs in a process of its own on one thread.
-Finished processes are saved in benchmarks/results/hidden_units.jsonl, so that an interrupted run resumes; the table has all
-of them.
+Finished processes are saved in benchmarks/results/hidden_units.jsonl. An interrupted run resumes, and only cells that are
+missing there are measured; the table has all of them.
 
 With `--other-text`, the model is a third one: a mixture of the demo model's shape with a tokenizer of its own, both trained
 on that text (any that `compress calibrate --data` takes) by the scripts of examples/, and judged on held-out documents of
@@ -33,12 +33,13 @@ from default_method import in_process, window_losses, windows_of
 from methods import MODELS, RECOVERY_BATCH, RECOVERY_RATE, RECOVERY_STEPS, begun, train_second_model
 from results import BUILD, NOT_POSSIBLE_HERE, RESULTS, ROOT, markdown, remembered, save
 
-from compress.methods import DEFAULT_METHODS
 from compress.run.losses import Losses
 
 FULL, LENGTH, SAMPLES = "full model", 256, 512
 EXPERTS = ("fisher", "reap")
 """Methods for whole experts, for comparison."""
+EXTENDED = ("unit-fisher", "unit-obs")
+"""Methods that also have rows with whole experts among the units, and with recovery."""
 SPARSITIES = (0.25, 0.5, 0.75)
 SCOPES = ("global", "layer", "uniform")
 DONE = RESULTS / "hidden_units.jsonl"
@@ -101,9 +102,19 @@ def cells(method: str) -> Iterator[Cell]:
         rows = [("global", "expert", False, False), ("global", "expert", False, True)]
     else:
         rows = [(scope, "unit", is_refitted, False) for scope in SCOPES for is_refitted in (False, True)]
-        if method == DEFAULT_METHODS["unit"]:
+        if method in EXTENDED:
             rows += [("global", "both", True, False), ("global", "unit", True, True), ("uniform", "unit", True, True)]
     yield from (Cell(sparsity, *row) for row in rows for sparsity in SPARSITIES)
+
+
+def cell_keys(method: str) -> set[str]:
+    """Return the keys of a method's cells, or that of the full model."""
+    return {FULL} if method == FULL else {cell.key for cell in cells(method)}
+
+
+def done_of(subject: Subject, other_text: str | None) -> Path:
+    """Return the file with the finished processes of a model."""
+    return DONE if other_text is None else Path(subject.directory).parent / "runs.jsonl"
 
 
 def options_of(subject: Subject, method: str, cell: Cell, seed: int, samples: int = SAMPLES) -> Any:
@@ -126,8 +137,10 @@ def options_of(subject: Subject, method: str, cell: Cell, seed: int, samples: in
     )
 
 
-def run_one(subject: Subject, method: str, seed: int, count: int, samples: int) -> dict[str, Any]:
-    """Return the losses on every window, by cell, with processor seconds."""
+def run_one(
+    subject: Subject, method: str, seed: int, count: int, samples: int, known: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Return the losses on every window, by cell, with processor seconds; cells that are known are left out."""
     from compress.plans.apply import planned_decoder
     from compress.prune import make_plan, recovered, refitted
     from engine.checkpoint.checkpoint import Checkpoint
@@ -141,7 +154,7 @@ def run_one(subject: Subject, method: str, seed: int, count: int, samples: int) 
         checkpoint = Checkpoint(resolve(subject.directory))
         decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
         return run | {"cells": {FULL: {"losses": window_losses(decoder, windows.tokens_SL)}}}
-    wanted, found, made = list(cells(method)), {}, {}
+    wanted, found, made = [cell for cell in cells(method) if cell.key not in known], {}, {}
     for cell, pruning in zip(
         wanted, begun([options_of(subject, method, cell, seed, samples) for cell in wanted]), strict=True
     ):
@@ -163,10 +176,8 @@ def run_one(subject: Subject, method: str, seed: int, count: int, samples: int) 
 
 
 def losses_of(figures: dict[str, Any], model: str, method: str, key: str) -> Losses | None:
-    """Return the losses of a cell on each window, averaged over the method's seeds; None where no run has the cell."""
-    seeds = seeds_of(figures, method)
-    runs = [run for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
-    own = [run["cells"] for run in runs if run["seed"] in seeds]
+    """Return the losses of a cell on each window, averaged over its seeds; None where no run has the cell."""
+    own = [run["cells"] for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
     summed = torch.tensor([cells[key]["losses"] for cells in own if key in cells], dtype=torch.float64)
     return Losses(summed.mean(0), LENGTH - 1) if len(summed) else None
 
@@ -196,16 +207,28 @@ def table(figures: dict[str, Any]) -> str:
         rows.append([f"{method}, {name}, {', '.join(rest)}", *shown])
     whole = ((model, losses_of(figures, model, FULL, FULL)) for model in models)
     full = ", ".join(f"{model} {own.perplexity:.2f}" for model, own in whole if own is not None)
-    seeds = ", ".join(f"{method} {len(seeds_of(figures, method))}" for method in figures["methods"])
-    about = f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents; seeds: {seeds}."
+    seeds = "; ".join(
+        f"{model}: {', '.join(f'{method} {seeds_of(figures, model, method)}' for method in figures['methods'])}"
+        for model in models
+    )
+    about = f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents. Seeds of {seeds}."
     return f"{about}\n\n{markdown(header, rows)}"
 
 
-def seeds_of(figures: dict[str, Any], method: str) -> set[int]:
-    """Return the seeds with which a method ran on every model, so that all columns have as many."""
-    models = {run["model"] for run in figures["runs"]}
-    ran = {(run["model"], run["seed"]) for run in figures["runs"] if run["method"] == method}
-    return {seed for _, seed in ran if all((model, seed) in ran for model in models)}
+def seeds_of(figures: dict[str, Any], model: str, method: str) -> str:
+    """Return the number of seeds of a method's cells on a model, or its range where cells differ."""
+    own = [run["cells"] for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
+    counts = {sum(key in cells for cells in own) for key in {key for cells in own for key in cells}}
+    return "–".join(str(count) for count in sorted({min(counts, default=0), max(counts, default=0)}))
+
+
+def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one run for each model, method and seed, with the cells of all lines that have them."""
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for run in runs:
+        own = found.setdefault((run["model"], run["method"], run["seed"]), run | {"cells": {}})
+        own["cells"] |= run["cells"]
+    return list(found.values())
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
@@ -248,7 +271,11 @@ def main() -> None:
     if options.worker:
         model, method, *numbers = options.worker.split(":")
         torch.set_num_threads(1)
-        print(json.dumps(run_one(subject_of(model, options.other_text), method, *map(int, numbers))))
+        subject = subject_of(model, options.other_text)
+        seed, windows, samples = map(int, numbers)
+        same = [run for run in remembered(done_of(subject, options.other_text)) if run["model"] == model]
+        known = {key for run in same if (run["method"], run["seed"]) == (method, seed) for key in run["cells"]}
+        print(json.dumps(run_one(subject, method, seed, windows, samples, frozenset(known))))
         return
     name, done, models = "hidden_units", DONE, options.models.split(",")
     arguments = ["--other-text", options.other_text] if options.other_text else []
@@ -258,19 +285,19 @@ def main() -> None:
     if options.other_text:
         subject = subject_of(Path(options.other_text).stem, options.other_text)
         train_on(subject, options.tokens, options.jobs)
-        name, done, models = "hidden_units_other", Path(subject.directory).parent / "runs.jsonl", [subject.name]
+        name, done, models = "hidden_units_other", done_of(subject, options.other_text), [subject.name]
     elif "shared-expert" in models:
         train_second_model()
     asked = [(model, FULL, 0) for model in models]
     asked += [
         (model, method, seed) for seed in range(options.seeds) for model in models for method in options.methods.split(",")
     ]
-    known = {(run["model"], run["method"], run["seed"]): run for run in remembered(done)}
+    known = {(run["model"], run["method"], run["seed"]): run["cells"].keys() for run in joined(remembered(done))}
     with ThreadPoolExecutor(options.jobs) as pool:
-        missing = [job for job in asked if job not in known]
+        missing = [job for job in asked if cell_keys(job[1]) - known.get(job, set())]
         sizes = (options.windows, options.samples)
         list(pool.map(lambda job: in_process(__file__, done, *job, *sizes, options=arguments), missing))
-    runs = remembered(done)
+    runs = joined(remembered(done))
     ran = {run["method"] for run in runs}
     save(name, {"methods": [method for method in methods if method in ran], "runs": runs})
 

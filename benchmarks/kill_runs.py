@@ -45,7 +45,7 @@ from hub_for_tests import Hub, served
 from results import markdown, save
 
 import cli
-from compress.report import plots
+from compress.report import canvas
 from engine.checkpoint.artifact import compare_checksums, read_provenance
 
 RUNS = ("old", "first", "second")
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--no-results", action="store_true", help="Print the table and write no files.")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked process would wait for threads of a pool that it did not inherit
-    plots.available = lambda: False  # drawing takes longer than everything else
+    canvas.available = lambda: False  # drawing takes longer than everything else
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, served() as (hub, url):
         use(url, Path(folder))

@@ -108,6 +108,10 @@ BENCHMARKS = (
         *("memory_limit_prune", ("memory_limit_prune",), PRUNING),
         trial=("--layers", "1", "--samples", "2", "--sequence-length", "32"),
     ),
+    Benchmark(
+        *("gguf_pruning", ("gguf_pruning",), ("engine/checkpoint", "engine/files", *PRUNING)),
+        trial=("--layers", "1", "--samples", "2", "--sequence-length", "32"),
+    ),
     Benchmark("search_in_processes", ("search_in_processes",), PRUNING, trial=("--layers", "1", "--samples", "2")),
     Benchmark(
         *("run_plan", ("run_plan",), ("compress/run_plan.py", "compress/cost", *PRUNING)),

@@ -74,6 +74,7 @@ def collect(
 
         def finish() -> None:
             layers[index], gram_NTT = collector.statistics(grams.of(before.get(index)))
+            block.observer = block.expert_observer = None  # a cycle of references would keep the layer's weights
             grams.keep(index, gram_NTT)
             if directory is not None and processes.is_first():
                 Statistics({index: layers[index]}, {}).save(directory / f"statistics-{index}.safetensors")

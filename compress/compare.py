@@ -28,7 +28,7 @@ from calibrate.text import token_batches
 from calibrate.windows import Windows
 from compress.options.compare import CompareOptions
 from compress.plans.plan import plan_from_json
-from compress.report import plots
+from compress.report import canvas
 from compress.report.columns import to_csv
 from compress.report.diep_scores import load_scores
 from compress.report.expert_record import load_record
@@ -114,7 +114,7 @@ def prepare(options: CompareOptions) -> list[Subject]:
         raise OptionError("name at least one model to compare")
     if options.output is not None:
         check_output(options.output, options.overwrite, COMPARISON)
-        plots.require()
+        canvas.require()
     if options.speed:
         cases_for(options.prompt_tokens, options.generated_tokens)
         if options.repetitions < 1:
@@ -482,8 +482,8 @@ def write_report(
 def heading(labels: Sequence[str]) -> str:
     """Return the models in one line: the first and a count where there are many."""
     if len(labels) <= MOST_IN_HEADING:
-        return " · ".join(plots.short(label) for label in labels)
-    return f"{plots.short(labels[0])} and {len(labels) - 1} others"
+        return " · ".join(canvas.short(label) for label in labels)
+    return f"{canvas.short(labels[0])} and {len(labels) - 1} others"
 
 
 def draw(

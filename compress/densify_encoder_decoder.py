@@ -32,7 +32,7 @@ from compress.dense.encoder_decoder_training import TOKEN_ACCURACY, Measured, me
 from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import carried_files
 from compress.plans.plan import Plan, plan_from_json, plan_to_json
-from compress.report import plots
+from compress.report import canvas
 from compress.report.card import model_card, training_lines
 from compress.report.figures import DensifyPairsFigures
 from compress.report.pictures import Picture, draw_token_accuracy, draw_training, draw_usage
@@ -243,7 +243,7 @@ def _write(run: PairsRun, made: Student, before: Mapping[str, float | None]) -> 
         own |= {"seconds": time.monotonic() - run.started, "peak_memory_bytes": peak_memory_bytes()}
         figures = cast(DensifyPairsFigures, own)
         title = f"{options.model}, dense: {prepared.ffns} experts of each layer as one FFN"
-        pictures = _draw(run, made, directory) if plots.available() else []
+        pictures = _draw(run, made, directory) if canvas.available() else []
         card = model_card(figures, options.model, (), False, pictures, title, _card(figures), loader="AutoModelForSeq2SeqLM")
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_provenance(directory, _provenance(options, checkpoint, made.plan, figures))

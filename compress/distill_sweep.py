@@ -15,7 +15,7 @@ from typing import Any
 from compress.distill import distill
 from compress.distillation.inputs import check_teacher_experts, prepare_distillation
 from compress.options.distill import DistillOptions
-from compress.report import plots
+from compress.report import canvas, plots
 from compress.report.figures import DistillFigures, TeacherExpertsFigures
 from compress.report.pictures import save
 from compress.run.claims import claiming
@@ -62,7 +62,7 @@ def sweep_teacher_experts(runs: Sequence[DistillOptions], progress: Progress = n
             return None
         rows = [row_of(each) for each in figures]
         write_json(output / SUMMARY, {"schema_version": SCHEMA_VERSION, "recipe": first.recipe, "rows": rows})
-        if plots.available():
+        if canvas.available():
             by_count = [{row["teacher_experts"]: row[f"{whose}_metric"] for row in rows} for whose in ("student", "teacher")]
             name = figures[0]["metric_name"]
             panels = {f"{name} of the student": by_count[0], f"{name} of the teacher": by_count[1]}

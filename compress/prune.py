@@ -22,9 +22,10 @@ from compress.methods.unit_criterion import include_of
 from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits, planned_config
-from compress.plans.plan import Plan, plan_from_json
+from compress.plans.plan import Plan, granularity, plan_from_json
 from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs
 from compress.plans.unit_selection import check_units, default_multiple, units_plan
+from compress.prune_file import check_file_result, fitting_widths
 from compress.refit.closed_form import refitted
 from compress.refit.correction import check_width
 from compress.refit.correction import held_bytes as correction_bytes
@@ -156,7 +157,7 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
             f"min-experts is {budget.min_experts}; the router of the family {name} takes {needed} in each layer"
         )
     if budget.granularity != "expert":
-        return _checked_unit_budget(budget, checkpoint.config, options)
+        return _checked_unit_budget(budget, checkpoint, options)
     if budget.unit_multiple is not None:
         raise OptionError(f"{options.method} removes whole experts; leave out --unit-multiple, or add --granularity unit")
     if budget.include:
@@ -180,8 +181,9 @@ def _other_granularity(method: str, granularity: str) -> str:
     return f"{method} scores {scored}; with --granularity {granularity}, give --method {' or '.join(fitting)}"
 
 
-def _checked_unit_budget(budget: Budget, config: DecoderConfig, options: PruneOptions) -> Budget:
+def _checked_unit_budget(budget: Budget, checkpoint: Checkpoint, options: PruneOptions) -> Budget:
     """Return the budget of hidden units with its multiple. Raises OptionError where it does not fit the model."""
+    config = checkpoint.config
     if options.merge != "none":
         raise OptionError("hidden units are dropped, not merged; leave out --merge, or give --granularity expert")
     if budget.sparsity is None:
@@ -196,13 +198,14 @@ def _checked_unit_budget(budget: Budget, config: DecoderConfig, options: PruneOp
     include = tuple(kind for kind in INCLUDED if kind in budget.include)
     widths = config.ffn_widths(include)
     scheme = None if options.quantiser is None else options.quantiser.scheme
-    fits = (lambda units: True) if scheme is None else scheme.fits
+    fits = fitting_widths(options, checkpoint, include) if scheme is None else scheme.fits
     multiple = default_multiple(widths, fits) if budget.unit_multiple is None else budget.unit_multiple
     if multiple >= 1 and not fits(multiple):
         needed = default_multiple(widths, fits)
+        other = "another --output" if scheme is None else "another --group-size"
         raise OptionError(
             f"unit-multiple is {multiple}, and rounded weights of {multiple} hidden units do not fill whole groups; take "
-            f"--unit-multiple {needed}, or another --group-size"
+            f"--unit-multiple {needed}, or {other}"
         )
     try:
         check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts, config.experts_by_layer)
@@ -243,6 +246,7 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
         check_fits(plan, checkpoint)
         if options.refit.correct and granularity(plan) == "expert":
             check_width(checkpoint.config)
+    check_file_result(options, checkpoint, budget, plan)
     prepared = prepare(options, checkpoint)
     texts = (prepared.tokens_SL[:0], prepared.tokens_SL[:0])
     if steps := options.distill.steps:
@@ -315,13 +319,6 @@ def _own_steps(options: PruneOptions, prepared: Prunable) -> tuple[RecoverOption
 def make_plan(run: MethodRun) -> Plan:
     """Return the plan of the run's method."""
     return criterion_of(run.options.method).plan(run)
-
-
-def granularity(plan: Plan) -> str:
-    """Return whether a plan removes whole experts or hidden units ("unit")."""
-    experts = [expert for own in plan.layers.values() for expert in own]
-    loses_units = any(part.units is not None for expert in experts for part in expert.parts)
-    return "unit" if plan.common or loses_units else "expert"
 
 
 def recovered(run: MethodRun, plan: Plan, made: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progres
     """
     started = time.monotonic()
     output = options.output
-    with claiming(file=output):
+    with claiming(None, output):
         if processes.is_first():
             check_file_output(output, options.overwrite)
         checkpoint = open_mixture_checkpoint(resolve(options.model))

@@ -20,7 +20,7 @@ from compress.classifiers.recipes import ABLATIONS
 from compress.classifiers.training import ClassifierTrainer
 from compress.options.distill_classifier import OPTIMISERS, ClassifierOptions
 from compress.plans.apply import carried_files
-from compress.report import plots
+from compress.report import canvas
 from compress.report.card import front_matter
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
@@ -231,7 +231,7 @@ def _make(run: ClassifierRun) -> dict[str, Any]:
         _write_model(directory, pair, done)
         result = ClassifierCheckpoint(directory)
         figures = _figures(run, done, result)
-        if plots.available():
+        if canvas.available():
             draw_training(directory, options.output.name, {options.recipe: (done.trainer.history, [])}, "accuracy")
         figures |= {"seconds": time.monotonic() - run.started, "peak_memory_bytes": peak_memory_bytes()}
         (directory / "README.md").write_text(_card(options, figures), encoding="utf-8")

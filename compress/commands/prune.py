@@ -16,6 +16,7 @@ from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from compress.report.columns import text_table
 from engine.errors import OptionError
+from engine.files.gguf_file import is_gguf
 from engine.options import names, option
 
 UNIT_OPTIONS = {"refit", "unit_multiple", "include"}
@@ -70,6 +71,8 @@ def prune(given: Given) -> Figures:
     if len(methods) > 1 or (sparsities and len(sparsities) > 1):
         return _sweep(given, methods, sparsities)
     options = prune_options(given, methods[0], sparsities[0] if sparsities else None, methods[0])
+    if is_gguf(options.output):
+        given.refuse(["push_to_hub"], "for directories, and a GGUF file is one file")
     return show_figures(given, run(options, progress_bar))
 
 
@@ -136,6 +139,8 @@ def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...]
     if sparsities is None or given.values["plan_output"] is not None:
         raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
     base = prune_options(given, methods[0], sparsities[0], "sweep")
+    if is_gguf(base.output):
+        raise OptionError(f"{base.output}: a sweep writes a directory; name one by --output")
     comparison = CompareOptions(
         models=(),
         text=replace(base.calibration, samples=PICTURE_SEQUENCES),

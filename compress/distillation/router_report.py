@@ -19,7 +19,7 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.distillation.responses import ResponseBatch, batch_of
-from compress.report import plots
+from compress.report import canvas, plots
 from compress.report.pictures import Picture, save
 from engine.decoder.experts import router_logits
 from engine.decoder.model import Decoder, routed_by
@@ -208,4 +208,4 @@ def draw_routers(directory: Path, label: str, report: RouterReport | None) -> li
 def _drawn(
     directory: Path, name: str, label: str, panels: Mapping[str, Mapping[int, float]], title: str, about: str
 ) -> Picture:
-    return save(directory, name, plots.by_layer(f"{title}: {plots.short(label)}", panels), title, about)
+    return save(directory, name, plots.by_layer(f"{title}: {canvas.short(label)}", panels), title, about)

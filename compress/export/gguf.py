@@ -15,18 +15,19 @@ from compress.run.claims import claiming
 from engine.checkpoint.artifact import check_file_output
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf_vocabulary import tokenizer_metadata, without_tokenizer
-from engine.checkpoint.gguf_writer import WRITTEN_TYPES, GgufRoundedCheckpoint, tensor_types, write_gguf
+from engine.checkpoint.gguf_writer import GgufRoundedCheckpoint, write_gguf
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
 from engine.errors import CompressError, ExportError, UnsupportedError
 from engine.families.gguf_description import described
+from engine.families.gguf_mixes import ALIASES, WRITTEN_TYPES, tensor_types
 from engine.files.gguf_file import SUFFIX
 from engine.files.json_file import replacing
 from engine.generation.report import peak_memory_bytes
 from engine.progress import Progress, no_progress
 
-assert set(GGUF_TYPES) == set(WRITTEN_TYPES)
+assert set(GGUF_TYPES) == {*WRITTEN_TYPES, *ALIASES}
 _ALLOWED = Allowed(1e-4, 1e-4)
 """Both sides compute in float32 with the numbers that the file keeps."""
 _TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "he\u0301llo \u1112\u1161\u11ab", "a", "")
@@ -35,14 +36,14 @@ _TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "he\u0301llo \
 
 def export_gguf(options: GgufExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Write the file and return the figures. Nothing is left where the file differs from the model."""
-    with claiming(file=options.output):
+    with claiming(None, options.output):
         return _export(options, progress)
 
 
 def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
     check_file_output(options.output, options.overwrite)
-    checkpoint, written = Checkpoint(resolve(options.model)), WRITTEN_TYPES[options.type]
+    checkpoint, written = Checkpoint(resolve(options.model)), WRITTEN_TYPES[ALIASES.get(options.type, options.type)]
     try:
         description = described(checkpoint.config)
     except UnsupportedError as error:

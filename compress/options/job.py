@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from calibrate.options import TEXT, CalibrationOptions
 from engine.options import check, declared, left_out, option, part
@@ -20,6 +20,8 @@ OUTPUT = "Output"
 class JobOptions:
     """Options of one run of any job."""
 
+    writes_gguf: ClassVar[bool] = False
+    """Whether the result can be a GGUF file."""
     model: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-METHOD", help="Directory of the result."))
     method: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from compress.methods import DEFAULT_GRANULARITY, DEFAULT_MERGE_METHOD, DEFAULT_METHODS, METHODS, methods_of
 from compress.options.job import JobOptions
@@ -14,7 +14,7 @@ from compress.options.refit import RefitOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from engine.errors import OptionError
-from engine.options import REQUIRED, changed, check, declared_part, left_out, option, part, unlisted
+from engine.options import REQUIRED, changed, check, declared_part, left_out, like, option, part, unlisted
 
 DIEP = "DiEP"
 MERGE = "What to merge"
@@ -155,6 +155,10 @@ class DiepOptions:
 class PruneOptions(JobOptions):
     """Options of one pruning run; the budget is None only with a ready-made plan."""
 
+    writes_gguf: ClassVar[bool] = True
+    output: Path = like(
+        JobOptions, "output", help="Directory of the result; of a GGUF file also a GGUF file, if the name ends in .gguf."
+    )
     budget: Budget | None = field(
         metadata=declared_part(
             Budget,
@@ -221,6 +225,8 @@ class PruneOptions(JobOptions):
 class MergeOptions(PruneOptions):
     """Options of one merging run: a pruning in which every expert becomes part of an expert that stays."""
 
+    writes_gguf: ClassVar[bool] = False
+    output: Path = like(JobOptions, "output")
     budget: Budget | None = field(
         metadata=declared_part(
             Budget,

@@ -95,6 +95,13 @@ class Plan:
         return tuple(len(self.layers[layer]) for layer in sorted(self.layers))
 
 
+def granularity(plan: Plan) -> str:
+    """Return whether a plan removes whole experts or hidden units ("unit")."""
+    experts = [expert for own in plan.layers.values() for expert in own]
+    loses_units = any(part.units is not None for expert in experts for part in expert.parts)
+    return "unit" if plan.common or loses_units else "expert"
+
+
 def kept_expert(expert: int) -> PlannedExpert:
     """Return a source expert unchanged, with its router row."""
     return PlannedExpert((Part((Source(expert),)),), (Source(expert),))

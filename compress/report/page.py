@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from compress.report.canvas import DOTS_PER_INCH
 from compress.report.columns import Column, Row, columns
 from compress.report.pictures import Picture
-from compress.report.plots import DOTS_PER_INCH
 
 if TYPE_CHECKING:
     from jinja2 import Template

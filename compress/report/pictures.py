@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.plans.plan import Plan
-from compress.report import plots
+from compress.report import canvas, plots
 from compress.report.diep_scores import DiepScores
 from compress.report.expert_record import Experts, Matrix
 from engine.families.config import DecoderConfig
@@ -190,7 +190,7 @@ def save(directory: Path, name: str, figure: Any, title: str, about: str, model:
     """Write NAME.png into the directory."""
     path = directory / f"{name}.png"
     with writing(path, "a picture"):
-        plots.save(figure, path)
+        canvas.save(figure, path)
     return Picture(path, title, about, model)
 
 

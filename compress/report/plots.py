@@ -1,31 +1,33 @@
 """Plots of compression results by matplotlib, the optional extra `plots`.
 
-Each function takes plain figures and returns a matplotlib Figure; `save` writes it. Layers are decoder layer indices. Color
-maps are viridis for amounts and PuOr around zero, which are legible to color-blind readers; gray means missing.
+Each function takes plain figures and returns a matplotlib Figure; `canvas.save` writes it. Layers are decoder layer indices.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from engine.errors import OptionError
+from compress.report.canvas import (
+    COLOURS,
+    DASH,
+    Names,
+    Page,
+    between,
+    cell_numbers,
+    colour_bar,
+    few_ticks,
+    heat,
+    page_width,
+    short,
+    style,
+    whole_ticks,
+)
 
-DOTS_PER_INCH = 144
-MAX_NAME = 36
-"""Length in characters above which names are shortened in their middle."""
 LAYERS_IN_A_LINE = 32
 """Layers per row of panels; further layers start a new row, so that numbers stay legible."""
-MISSING = "#d4d4d4"
-DASH = "–"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Palette of Okabe and Ito."""
 
 
 @dataclass(frozen=True)
@@ -48,49 +50,6 @@ class SearchScores:
     kept: Mapping[int, Sequence[int]]
 
 
-def available() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def require() -> None:
-    """Raise OptionError where matplotlib is not installed."""
-    if not available():
-        raise OptionError("plots need matplotlib; install it with `pip install moe-compress[plots]`, or leave out --output")
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Set the style: names are text without formulas, and missing glyphs are drawn as boxes without a warning."""
-    from matplotlib import rc_context
-
-    settings: Any = {
-        "text.parse_math": False,
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "figure.dpi": DOTS_PER_INCH,
-    }
-    with rc_context(settings), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        yield
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a PNG that has identical bytes for identical figures."""
-    with style():
-        figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None}, facecolor="white")
-
-
-def short(name: str, length: int = MAX_NAME) -> str:
-    """Return the name on one line, shortened in its middle where it is too long."""
-    name = " ".join(name.split())
-    keep = length - 1
-    return name if len(name) <= length else f"{name[: keep - keep // 2]}…{name[len(name) - keep // 2 :]}"
-
-
 # Heat maps
 
 
@@ -102,23 +61,23 @@ def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
     layers = sorted({layer for own in counts.values() for layer in own})
     lines = [layers[start : start + LAYERS_IN_A_LINE] for start in range(0, len(layers), LAYERS_IN_A_LINE)]
     highest = max(count for own in counts.values() for count in own.values())
-    names = _Names(counts)
+    names = Names(counts)
     across = max(3.0, 0.4 * len(lines[0]))
     down = 0.42 * len(counts)
     with style():
         title = "Experts per layer"
-        page = _Page(_width(names.inches + across + 1.1, title, names.inches), len(lines), down, title=0.15, below=0.62)
+        page = Page(page_width(names.inches + across + 1.1, title, names.inches), len(lines), down, title=0.15, below=0.62)
         figure = Figure(figsize=page.size)
         for index, line in enumerate(lines):
             axes = page.axes(figure, index, names.inches, across)
             grid = np.array([[own.get(layer, np.nan) for layer in line] for own in counts.values()], dtype=float)
-            picture = _heat(axes, grid, 0, highest)
-            _cell_numbers(axes, grid, picture, lambda value: DASH if math.isnan(value) else f"{value:.0f}")
+            picture = heat(axes, grid, 0, highest)
+            cell_numbers(axes, grid, picture, lambda value: DASH if math.isnan(value) else f"{value:.0f}")
             axes.set_yticks(range(len(counts)), names.shown)
             axes.set_xticks(range(len(line)), [str(layer) for layer in line])
             axes.set_xlabel("layer")
         page.title(figure, title, names.inches)
-        _colour_bar(figure, page, picture, names.inches + across, "experts")
+        colour_bar(figure, page, picture, names.inches + across, "experts")
     return figure
 
 
@@ -140,12 +99,12 @@ def _shares(usages: Sequence[ExpertShares], highest: float, title: str, measure:
 
     layers = sorted({layer for usage in usages for layer in usage.shares})
     experts = 1 + max(number for usage in usages for numbers in usage.numbers.values() for number in numbers)
-    cell_across, cell_down = _between(6.0 / experts, 0.05, 0.42), _between(11.0 / len(layers), 0.16, 0.3)
+    cell_across, cell_down = between(6.0 / experts, 0.05, 0.42), between(11.0 / len(layers), 0.16, 0.3)
     across, down = max(2.4, cell_across * experts), max(0.6, cell_down * len(layers))
     in_a_line = max(1, min(len(usages), int(13.0 // (across + 0.75))))
     with style():
         lines = math.ceil(len(usages) / in_a_line)
-        page = _Page(_width(0.75 + in_a_line * (across + 0.75) + 0.6, title, 0.75), lines, down, title=0.36, below=0.62)
+        page = Page(page_width(0.75 + in_a_line * (across + 0.75) + 0.6, title, 0.75), lines, down, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         for index, usage in enumerate(usages):
             line, place = divmod(index, in_a_line)
@@ -153,16 +112,16 @@ def _shares(usages: Sequence[ExpertShares], highest: float, title: str, measure:
             grid = np.full((len(layers), experts), np.nan)
             for row, layer in enumerate(layers):
                 grid[row, list(usage.numbers.get(layer, ()))] = usage.shares.get(layer, ())
-            picture = _heat(axes, grid, 0, highest)
+            picture = heat(axes, grid, 0, highest)
             if cell_across >= 0.34 and cell_down >= 0.2:
-                _cell_numbers(axes, grid, picture, lambda value: "" if math.isnan(value) else f"{100 * value:.0f}", 8)
+                cell_numbers(axes, grid, picture, lambda value: "" if math.isnan(value) else f"{100 * value:.0f}", 8)
             axes.set_title(short(usage.name, max(12, int(across / 0.095))))
-            _whole_ticks(axes.set_xticks, range(experts), across)
-            _whole_ticks(axes.set_yticks, layers, down)
+            whole_ticks(axes.set_xticks, range(experts), across)
+            whole_ticks(axes.set_yticks, layers, down)
             axes.set_xlabel("expert")
             axes.set_ylabel("layer")
         page.title(figure, title, 0.75)
-        _colour_bar(figure, page, picture, 0.75 + in_a_line * (across + 0.75) - 0.75, measure, percent=True)
+        colour_bar(figure, page, picture, 0.75 + in_a_line * (across + 0.75) - 0.75, measure, percent=True)
     return figure
 
 
@@ -216,13 +175,13 @@ def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
     low = math.floor(20 * found.min()) / 20
     high = max(math.ceil(20 * found.max()) / 20, low + 0.05)
     with style():
-        width = _width(left + in_a_line * (side + gap) + 0.7, title, left)
-        page = _Page(width, lines, side, title=above, below=below)
+        width = page_width(left + in_a_line * (side + gap) + 0.7, title, left)
+        page = Page(width, lines, side, title=above, below=below)
         figure = Figure(figsize=page.size)
         for index, panel in enumerate(panels):
             line, place = divmod(index, in_a_line)
             axes = page.axes(figure, line, left + place * (side + gap), side)
-            picture = _heat(axes, panel.matrix, low, high, gaps=False)
+            picture = heat(axes, panel.matrix, low, high, gaps=False)
             for count, set_ticks in zip(np.shape(panel.matrix), (axes.set_yticks, axes.set_xticks), strict=True):
                 ends = sorted({0, count - 1})
                 set_ticks(ends, [str(end) for end in ends], fontsize=8)
@@ -232,7 +191,7 @@ def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
             axes.set_xlabel(panel.across, fontsize=9, labelpad=0)
             axes.set_ylabel(panel.down, fontsize=9, labelpad=0)
         page.title(figure, title, left)
-        _colour_bar(figure, page, picture, left + in_a_line * (side + gap) - gap, "CKA")
+        colour_bar(figure, page, picture, left + in_a_line * (side + gap) - gap, "CKA")
     return figure
 
 
@@ -252,13 +211,13 @@ def usage_histogram(
     from matplotlib.ticker import PercentFormatter
 
     experts = max(len(own) for own in shares.values())
-    across, gap, left = _between(0.2 * experts, 1.5, 3.2), 0.25, 0.65
+    across, gap, left = between(0.2 * experts, 1.5, 3.2), 0.25, 0.65
     in_a_line = min(max(1, int(12.0 // (across + gap))), len(shares))
     highest = max(share for own in shares.values() for share in own)
     with style():
         title = f"Share of routed tokens of each expert, {short(name)}"
-        width = _width(left + in_a_line * (across + gap) + 0.1, title, left)
-        page = _Page(width, math.ceil(len(shares) / in_a_line), 1.1, title=0.36, below=0.45)
+        width = page_width(left + in_a_line * (across + gap) + 0.1, title, left)
+        page = Page(width, math.ceil(len(shares) / in_a_line), 1.1, title=0.36, below=0.45)
         figure = Figure(figsize=page.size)
         for index, (layer, own) in enumerate(sorted(shares.items())):
             line, place = divmod(index, in_a_line)
@@ -270,8 +229,8 @@ def usage_histogram(
             axes.set_title(f"{named}, like {alike[layer]:.1f} of {len(own)}", fontsize=9, pad=3)
             axes.set_xlim(-0.6, experts - 0.4)
             axes.set_ylim(0.0, 1.05 * highest)
-            _whole_ticks(axes.set_xticks, range(len(own)), across)
-            axes.yaxis.set_major_locator(_locator())
+            whole_ticks(axes.set_xticks, range(len(own)), across)
+            axes.yaxis.set_major_locator(few_ticks())
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
             axes.tick_params(labelsize=8, labelleft=place == 0)
         page.title(figure, title, left)
@@ -283,16 +242,16 @@ def by_layer(title: str, panels: Mapping[str, Mapping[int, float]]) -> Any:
     from matplotlib.figure import Figure
 
     layers = max(len(own) for own in panels.values())
-    across, gap, left = _between(0.3 * layers, 2.4, 6.0), 0.8, 0.75
+    across, gap, left = between(0.3 * layers, 2.4, 6.0), 0.8, 0.75
     with style():
-        page = _Page(_width(left + len(panels) * (across + gap), title, left), 1, 2.2, title=0.36, below=0.62)
+        page = Page(page_width(left + len(panels) * (across + gap), title, left), 1, 2.2, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         for place, (name, own) in enumerate(panels.items()):
             axes = page.axes(figure, 0, left + place * (across + gap), across)
             axes.bar(list(own), list(own.values()), color=COLOURS[place % len(COLOURS)], width=0.8)
             axes.set_title(name)
             axes.set_xlabel("layer")
-            _whole_ticks(axes.set_xticks, list(own), across)
+            whole_ticks(axes.set_xticks, list(own), across)
         page.title(figure, title, left)
     return figure
 
@@ -303,7 +262,7 @@ def by_number(title: str, x_label: str, panels: Mapping[str, Mapping[int, float]
 
     across, gap, left = 3.2, 0.8, 0.75
     with style():
-        page = _Page(_width(left + len(panels) * (across + gap), title, left), 1, 2.2, title=0.36, below=0.62)
+        page = Page(page_width(left + len(panels) * (across + gap), title, left), 1, 2.2, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         for place, (name, own) in enumerate(panels.items()):
             axes = page.axes(figure, 0, left + place * (across + gap), across)
@@ -329,7 +288,7 @@ def training(name: str, terms: Mapping[str, Sequence[float]], validations: Seque
     with style():
         title = f"Training of {short(name)}"
         panels = 2 if validations else 1
-        page = _Page(_width(left + panels * (across + gap), title, left), 1, 2.4, title=0.36, below=0.62)
+        page = Page(page_width(left + panels * (across + gap), title, left), 1, 2.4, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         axes = page.axes(figure, 0, left, across)
         for place, (term, values) in enumerate(terms.items()):
@@ -365,7 +324,7 @@ def token_accuracy(name: str, curves: Mapping[str, Sequence[tuple[int, float]]],
     across, left = 4.4, 0.75
     with style():
         title = f"Token accuracy on pairs set aside, {short(name)}"
-        page = _Page(_width(left + across + 0.2, title, left), 1, 2.6, title=0.36, below=0.62)
+        page = Page(page_width(left + across + 0.2, title, left), 1, 2.6, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         axes = page.axes(figure, 0, left, across)
         first = 0
@@ -393,14 +352,14 @@ def search_scores(name: str, scores: SearchScores) -> Any:
     for row, layer in enumerate(layers):
         grid[row, : len(scores.alpha[layer])] = scores.alpha[layer]
     bound = float(np.nanmax(np.abs(grid))) or 1.0
-    across = _between(0.4 * experts, 2.6, 7.0)
-    down = _between(0.3 * len(layers), 1.2, 12.0)
+    across = between(0.4 * experts, 2.6, 7.0)
+    down = between(0.3 * len(layers), 1.2, 12.0)
     with style():
         title = f"DiEP scores, {short(name)}"
-        page = _Page(_width(0.75 + across + 1.35 + 2.6 + 0.35, title, 0.75), 1, down, title=0.36, below=0.62)
+        page = Page(page_width(0.75 + across + 1.35 + 2.6 + 0.35, title, 0.75), 1, down, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         axes = page.axes(figure, 0, 0.75, across)
-        picture = _heat(axes, grid, -bound, bound, colours="PuOr_r")
+        picture = heat(axes, grid, -bound, bound, colours="PuOr_r")
         gone = [
             (expert, row)
             for row, layer in enumerate(layers)
@@ -408,16 +367,16 @@ def search_scores(name: str, scores: SearchScores) -> Any:
             if expert not in scores.kept.get(layer, ())
         ]
         if gone:
-            side = _between(36 * min(across / experts, down / len(layers)), 2, 6)
+            side = between(36 * min(across / experts, down / len(layers)), 2, 6)
             # the outline keeps a black cross visible in the darkest cells
             halo = withStroke(linewidth=2.5, foreground="white")
             axes.scatter(*zip(*gone, strict=True), marker="x", s=side**2, c="black", linewidths=1, path_effects=[halo])
         axes.set_title("α of each expert; × removed")
         axes.set_xlabel("expert")
         axes.set_ylabel("layer")
-        _whole_ticks(axes.set_xticks, range(experts), across)
-        _whole_ticks(axes.set_yticks, layers, down)
-        _colour_bar(figure, page, picture, 0.75 + across, "α")
+        whole_ticks(axes.set_xticks, range(experts), across)
+        whole_ticks(axes.set_yticks, layers, down)
+        colour_bar(figure, page, picture, 0.75 + across, "α")
         bars = page.axes(figure, 0, 0.75 + across + 1.35, 2.6)
         changes = [scores.beta[layer] - 1.0 for layer in layers]
         bars.barh(range(len(layers)), changes, left=1.0, color=COLOURS[0], height=0.7)
@@ -425,109 +384,13 @@ def search_scores(name: str, scores: SearchScores) -> Any:
         low, high = min([0.0, *changes]), max([0.0, *changes])
         margin = max(0.08 * (high - low), 0.002)
         bars.set_xlim(1.0 + low - margin, 1.0 + high + margin)
-        bars.xaxis.set_major_locator(_locator())
+        bars.xaxis.set_major_locator(few_ticks())
         bars.ticklabel_format(axis="x", useOffset=False)
         bars.set_ylim(len(layers) - 0.5, -0.5)
-        _whole_ticks(bars.set_yticks, layers, down)
+        whole_ticks(bars.set_yticks, layers, down)
         bars.set_title("β of each layer, from 1")
         bars.set_xlabel("β")
         bars.grid(axis="x", color="#e6e6e6")
         bars.set_axisbelow(True)
         page.title(figure, title, 0.75)
     return figure
-
-
-class _Page:
-    """Rows of panels of equal height, in inches. An automatic layout would take seconds with up to 64 panels."""
-
-    def __init__(self, width: float, lines: int, height: float, *, title: float, below: float) -> None:
-        """Create the page. `title`: space above each row of panels; `below`: space under it for tick and axis labels."""
-        self.lines, self.height, self.above, self.below = lines, height, title, below
-        self.size = (width, 0.4 + lines * (title + height + below))
-
-    def axes(self, figure: Any, line: int, left: float, width: float) -> Any:
-        """Return a panel of `width` inches in a row, `left` inches from the page's edge."""
-        top = 0.4 + line * (self.above + self.height + self.below) + self.above
-        across, down = self.size
-        return figure.add_axes((left / across, 1 - (top + self.height) / down, width / across, self.height / down))
-
-    def title(self, figure: Any, text: str, left: float) -> None:
-        """Draw the heading of the whole figure."""
-        figure.text(left / self.size[0], 1 - 0.18 / self.size[1], text, va="top", fontsize=12, fontweight="bold")
-
-
-class _Names:
-    """Names of the models beside a heat map, and the space that the longest one takes."""
-
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        self.shown = [short(name) for name in names]
-        # Wide characters take more space than Latin letters.
-        self.inches = 0.25 + 0.083 * max(sum(1 if ord(sign) < 0x1100 else 2 for sign in name) for name in self.shown)
-
-
-def _width(wanted: float, title: str, left: float) -> float:
-    """Return the width of a page in inches, at least that of its title."""
-    return max(wanted, left + 0.2 + 0.11 * sum(1 if ord(sign) < 0x1100 else 2 for sign in title))
-
-
-def _between(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
-
-
-def _heat(axes: Any, grid: Any, low: float, high: float, *, colours: str = "viridis", gaps: bool = True) -> Any:
-    """Draw cells of the grid's values, with thin white gaps where few cells leave room for them."""
-    import matplotlib
-    import numpy as np
-
-    palette = matplotlib.colormaps[colours].with_extremes(bad=MISSING)
-    grid = np.ma.masked_invalid(np.asarray(grid, dtype=float))
-    picture = axes.imshow(grid, cmap=palette, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
-    axes.spines[:].set_visible(False)
-    if gaps and max(grid.shape) <= 64:
-        axes.set_xticks(np.arange(grid.shape[1] + 1) - 0.5, minor=True)
-        axes.set_yticks(np.arange(grid.shape[0] + 1) - 0.5, minor=True)
-        axes.grid(which="minor", color="white", linewidth=1.2)
-    axes.tick_params(which="both", length=0)
-    return picture
-
-
-def _cell_numbers(axes: Any, grid: Any, picture: Any, text: Any, font_size: float = 9) -> None:
-    """Write a number in each cell, black or white, whichever is legible on the cell's color."""
-    for (row, column), value in _cells(grid):
-        red, green, blue, _ = picture.cmap(picture.norm(value)) if not math.isnan(value) else (0.83, 0.83, 0.83, 1)
-        colour = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-        axes.text(column, row, text(value), ha="center", va="center", color=colour, fontsize=font_size)
-
-
-def _cells(grid: Any) -> Iterator[tuple[tuple[int, int], float]]:
-    for row, values in enumerate(grid.tolist()):
-        for column, value in enumerate(values):
-            yield (row, column), float(value)
-
-
-def _whole_ticks(set_ticks: Any, labels: Sequence[int], inches: float) -> None:
-    """Set as many of the labels as have space, evenly spaced."""
-    step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if len(labels) / step * 0.22 <= inches or step == 256)
-    places = range(0, len(labels), step)
-    set_ticks(list(places), [str(labels[place]) for place in places])
-
-
-def _colour_bar(figure: Any, page: _Page, picture: Any, left: float, label: str, percent: bool = False) -> None:
-    """Draw the color bar beside the first row of panels."""
-    bar = figure.colorbar(picture, cax=page.axes(figure, 0, left + 0.15, 0.14))
-    bar.outline.set_visible(False)
-    bar.set_label(label, fontsize=9)
-    bar.ax.tick_params(labelsize=8)
-    if percent:
-        from matplotlib.ticker import PercentFormatter
-
-        bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    else:
-        bar.locator = _locator()
-        bar.update_ticks()
-
-
-def _locator() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=4, steps=[1, 2, 5, 10])

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from compress.report.plots import COLOURS, DOTS_PER_INCH, short, style
+from compress.report.canvas import COLOURS, DOTS_PER_INCH, short, style
 
 MARKERS = "osD^vP*"
 LINES = ("-", "--", ":")

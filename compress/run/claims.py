@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from engine.files.gguf_file import is_gguf
 from engine.files.output_lock import claimed
 from engine.passes import processes
 
@@ -30,16 +31,17 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def claiming(directory: Path | None = None, file: Path | None = None) -> Iterator[None]:
-    """Hold the locks of an output directory, an output file, or both, inside `with`.
+def claiming(directory: Path | None = None, *files: Path | None) -> Iterator[None]:
+    """Hold the locks of an output directory and of output files, of those that are given, inside `with`.
 
     Raises OutputError as `claimed` does.
     """
     with ExitStack() as held:
         if directory is not None and processes.is_first():
             held.enter_context(claimed(directory))
-        if file is not None and processes.is_first():
-            held.enter_context(claimed(file, is_directory=False))
+        for file in files if processes.is_first() else ():
+            if file is not None:
+                held.enter_context(claimed(file, is_directory=False))
         yield
 
 
@@ -48,7 +50,9 @@ def claims_output(run: Callable[Concatenate[Options, P], Result]) -> Callable[Co
 
     @functools.wraps(run)
     def alone(options: Options, /, *rest: P.args, **named: P.kwargs) -> Result:
-        with claiming(options.output, getattr(options, "plan_output", None)):
+        is_file = options.output is not None and is_gguf(options.output)
+        outputs = (None, options.output) if is_file else (options.output,)
+        with claiming(*outputs, getattr(options, "plan_output", None)):
             return run(options, *rest, **named)
 
     return alone

@@ -20,8 +20,9 @@ from calibrate.statistics import Statistics, load_statistics
 from calibrate.windows import Windows
 from compress.options.job import JobOptions
 from compress.plans.apply import apply, carried_files
+from compress.plans.gguf_plan import planned_file, write_planned
 from compress.plans.plan import plan_to_json
-from compress.report import plots
+from compress.report import canvas
 from compress.report.card import model_card
 from compress.report.diep_scores import load_scores
 from compress.report.expert_record import ExpertRecord, save_record
@@ -42,7 +43,9 @@ from engine.checkpoint.artifact import (
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
-from engine.files.json_file import write_json
+from engine.errors import OptionError
+from engine.files.gguf_file import SUFFIX, is_gguf
+from engine.files.json_file import replacing, write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
@@ -85,7 +88,12 @@ def check_outputs(options: JobOptions) -> None:
     """Raise OutputError unless the results can be written; the first of several processes checks."""
     if not processes.is_first():
         return
-    check_output(options.output, options.overwrite)
+    is_file = is_gguf(options.output)
+    if is_file and not options.writes_gguf:
+        raise OptionError(
+            f"{options.output}: the result is a directory; `compress export --format gguf` makes a GGUF file of it"
+        )
+    (check_file_output if is_file else check_output)(options.output, options.overwrite)
     if options.plan_output is not None:
         check_file_output(options.plan_output, options.overwrite)
 
@@ -119,7 +127,8 @@ def carry_out(run: AnyRun, make: Callable[[], Made]) -> ModelFigures:
         )
         work.forget(work.shared / "held_out")
         made = make()
-        figures = write_artifact(run, made, before)
+        write = write_file if is_gguf(options.output) else write_artifact
+        figures = write(run, made, before)
         if options.plan_output is not None and processes.is_first():
             write_json(options.plan_output, plan_to_json(made.plan))
     return figures
@@ -153,7 +162,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         record = ExpertRecord(*(model.seen for model in models))
         if record.after.routed or record.after.within:
             save_record(record, directory)
-        pictures = [*made.draw(directory), *draw(directory, models)] if plots.available() else []
+        pictures = [*made.draw(directory), *draw(directory, models)] if canvas.available() else []
         figures = _figures(run, made, result, perplexity_figures(run.prepared.held_out, before, after))
         figures["plots"] = [picture.path.name for picture in pictures]
         skipping, lines = (directory / SKIP_TABLES).exists(), (*made.card, *(made.quantiser.card if made.quantiser else ()))
@@ -163,6 +172,22 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         )
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_provenance(directory, _provenance(run, made, figures, skipping))
+    processes.told(figures)
+    return figures
+
+
+def write_file(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
+    """Write the result as one GGUF file beside its place, compare what is read back, measure it, and rename it."""
+    options, source = run.options, run.prepared.checkpoint
+    if not processes.is_first():
+        held_out(run, Checkpoint(Path(processes.told())), "after")
+        return cast(ModelFigures, processes.told())
+    planned = planned_file(made.plan, source, made.trained)
+    with replacing(options.output, "GGUF file", SUFFIX) as partial:
+        result = write_planned(planned, source, partial, run.bar("writing"))
+        processes.told(str(partial.absolute()))
+        after = held_out(run, result, "after")
+        figures = _figures(run, made, result, perplexity_figures(run.prepared.held_out, before, after))
     processes.told(figures)
     return figures
 

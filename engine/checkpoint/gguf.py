@@ -190,33 +190,35 @@ class GgufView(StoredView):
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor; blocks as numbers of `dtype`, by default of `element`."""
-        numbers = self._numbers(self.file.tensor(self.stored_name), dtype)
-        return numbers.reshape(self.shape)
+        return self._numbers(dtype).reshape(self.shape)
 
-    def _numbers(self, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
-        from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
-
-        own = self._part(stored)
-        return dequantized(own, self.stored.type, dtype or self.element.torch) if self.is_quantized else own
-
-    def _part(self, stored: Tensor) -> Tensor:
-        """Return this view's part of the stored tensor or blocks, in the family's order of rows."""
+    def own_part(self) -> Tensor:
+        """Return this view's part of the stored tensor, in its order of rows: numbers, or rows of blocks as bytes."""
+        stored = self.file.tensor(self.stored_name)
         if self.is_divided:
             stored = stored.view(*self.expected[:-1], -1)  # files differ in dimensions of 1; a row of blocks is one of bytes
         own = stored if self.place.expert is None else stored[self.place.expert]
-        if self.place.part is not None:
-            own = own[self.place.part]
-        return own if self.place.heads is None else unpaired(own, self.place.heads)
+        return own if self.place.part is None else own[self.place.part]
+
+    def _in_order(self) -> Tensor:
+        """Return the same in the family's order of rows."""
+        return self.own_part() if self.place.heads is None else unpaired(self.own_part(), self.place.heads)
+
+    def _numbers(self, dtype: torch.dtype | None) -> Tensor:
+        """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
+        from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
+
+        own = self._in_order()
+        return dequantized(own, self.stored.type, dtype or self.element.torch) if self.is_quantized else own
 
     def weight(self, kinds: Container[str]) -> BlockWeight | None:
         """Return the matrix in blocks, if it is stored in blocks of one of these types; mapped unless rows are permuted."""
+        if self.stored.type.name not in kinds or len(self.shape) != 2:
+            return None
         from engine.checkpoint.gguf_blocks import dequantized
         from engine.kernels.block_weight import BlockWeight
 
-        if self.stored.type.name not in kinds or len(self.shape) != 2:
-            return None
-        blocks = self._part(self.file.tensor(self.stored_name)).view(self.shape[0], -1)
+        blocks = self._in_order().view(self.shape[0], -1)
         return BlockWeight(blocks, self.stored.type.name, self.shape[1], partial(dequantized, kind=self.stored.type))
 
 
@@ -257,7 +259,7 @@ class AbsorbedView(GgufView):
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix [heads · (plain + value dimension), rank]."""
-        values, keys = self._numbers(self.file.tensor(self.stored_name), dtype), self.keys.read(dtype)
+        values, keys = self._numbers(dtype), self.keys.read(dtype)
         return joined(keys.to(values.dtype), values.view(self.count, -1, self.latent.key_value_rank))
 
 

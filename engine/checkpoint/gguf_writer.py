@@ -1,13 +1,12 @@
 """A model written as a GGUF file, one expert after the other: no stack of experts is ever in memory.
 
-The package `gguf` writes the header and quantizes; names, shapes and metadata are those by which such files are read.
+The package `gguf` quantizes, except for K types (gguf_rounding.py). Names, shapes and metadata are those by which such files
+are read.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,62 +16,18 @@ from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import joined, paired, separated
+from engine.checkpoint.gguf_rounding import K_TYPES, rounded_to_k
 from engine.errors import UnsupportedError
 from engine.families.gguf_description import Description
-from engine.families.gguf_metadata import ARCHITECTURE
 from engine.families.gguf_names import StoredTensor
-from engine.families.gguf_parts import EMBEDDINGS, HEAD
-from engine.files.gguf_header import ALIGNMENT_KEY, DEFAULT_ALIGNMENT
-from engine.files.gguf_types import BLOCK_TYPES, BlockType
+from engine.files.gguf_file_writer import TYPE_NUMBERS, GgufFileWriter, metadata_entry
+from engine.files.gguf_header import ALIGNMENT_KEY
+from engine.files.gguf_types import BlockType
 from engine.kernels.linear import plain
 
-_BY_NAME = {kind.name: (number, kind) for number, kind in BLOCK_TYPES.items()}
-_NEVER_ROUNDED = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
-"""Routers: a small error there changes the choice of experts."""
-_QUANTIZATION_VERSION = 2
-
-
-@dataclass(frozen=True)
-class WrittenType:
-    """A type of numbers in which a model is written."""
-
-    matrices: str
-    """Name of the type of matrices."""
-    number: int
-    """The number of such files (`general.file_type`)."""
-    head: str | None = None
-    """Name of the type of the output head, if it is another one."""
-
-
-WRITTEN_TYPES: dict[str, WrittenType] = {
-    "f32": WrittenType("F32", 0),
-    "bf16": WrittenType("BF16", 32),
-    "f16": WrittenType("F16", 1),
-    "q8_0": WrittenType("Q8_0", 7),
-    "q4_0": WrittenType("Q4_0", 2, head="Q8_0"),
-    "q4_1": WrittenType("Q4_1", 3, head="Q8_0"),
-    "q5_0": WrittenType("Q5_0", 8, head="Q8_0"),
-    "q5_1": WrittenType("Q5_1", 9, head="Q8_0"),
-}
-"""Types by the name on the command line."""
-
-
-def type_of(tensor: StoredTensor, written: WrittenType, is_tied: bool) -> BlockType:
-    """Return the type of one tensor, as llama.cpp chooses it: what is no matrix stays in float32, and so do routers.
-
-    A row that blocks do not divide is in float16. is_tied: whether the embeddings are the output head too.
-    """
-    if len(tensor.shape) == 1 or not tensor.name.endswith(".weight") or tensor.name.endswith(_NEVER_ROUNDED):
-        return _BY_NAME["F32"][1]
-    is_head = tensor.name == (EMBEDDINGS if is_tied else HEAD)
-    chosen = _BY_NAME[(is_head and written.head) or written.matrices][1]
-    return _BY_NAME["F16"][1] if tensor.shape[-1] % chosen.numbers else chosen
-
-
-def tensor_types(description: Description, written: WrittenType) -> dict[str, BlockType]:
-    """Return the type of every tensor of a file, by its name there."""
-    is_tied = all(tensor.name != HEAD for tensor in description.tensors)
-    return {tensor.name: type_of(tensor, written, is_tied) for tensor in description.tensors}
+_VERSION_KEY, _QUANTIZATION_VERSION = "general.quantization_version", 2
+_BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+"""Quantized types that the package `gguf` writes."""
 
 
 def write_gguf(
@@ -84,46 +39,14 @@ def write_gguf(
     progress: Callable[[Iterable[StoredTensor]], Iterable[StoredTensor]] = iter,
 ) -> None:
     """Write a file. `metadata` is beside that of the description. Raises UnsupportedError for numbers that do not fit."""
-    _write_header(path, description, types, metadata)
-    with path.open("r+b") as file:
-        file.seek(0, os.SEEK_END)
-        _pad(file)
-        for tensor in progress(description.tensors):
-            for piece in pieces(checkpoint, tensor):
-                file.write(encoded(piece, types[tensor.name], tensor.name).tobytes())
-            _pad(file)
-            checkpoint.release()
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_header(path: Path, description: Description, types: Mapping[str, BlockType], metadata: Mapping[str, Any]) -> None:
-    import gguf  # here: the package is needed for writing only
-
     assert ALIGNMENT_KEY not in metadata
-    writer = gguf.GGUFWriter(path, description.family.architecture)
-    own = {key: value for key, value in description.metadata.items() if key != ARCHITECTURE}  # which the writer adds
-    for key, value in (own | dict(metadata)).items():
-        _add(writer, key, value)
-    writer.add_quantization_version(_QUANTIZATION_VERSION)
-    for tensor in description.tensors:
-        kind = types[tensor.name]
-        size = int(np.prod(tensor.shape)) // kind.numbers * kind.bytes
-        number = gguf.GGMLQuantizationType(_BY_NAME[kind.name][0])
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    adders.get(type(value), writer.add_array)(key, value)
-
-
-def _pad(file: Any) -> None:
-    file.write(bytes(-file.tell() % DEFAULT_ALIGNMENT))
+    said = dict(description.metadata) | dict(metadata) | {_VERSION_KEY: _QUANTIZATION_VERSION}
+    layout = {tensor.name: (types[tensor.name], tensor.shape) for tensor in description.tensors}
+    with GgufFileWriter(path, (metadata_entry(*each) for each in said.items()), layout) as file:
+        for tensor in progress(description.tensors):
+            kind = types[tensor.name]
+            file.write(tensor.name, (encoded(piece, kind, tensor.name) for piece in pieces(checkpoint, tensor)))
+            checkpoint.release()
 
 
 def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
@@ -140,6 +63,11 @@ def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
         yield whole.contiguous()
 
 
+def is_written(kind: BlockType) -> bool:
+    """Return whether `encoded` writes a type."""
+    return kind.element is not None or kind.name in (*_BY_PACKAGE, *K_TYPES)
+
+
 def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
     """Return a tensor in a type's bytes, by rows. Raises UnsupportedError for numbers that are too large for the type."""
     if kind.element is not None:
@@ -147,9 +75,14 @@ def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
         if not bool(converted.isfinite().all()):
             raise UnsupportedError(f"{name} has numbers that are too large for {kind.name}; write it as bf16 or f32")
         return converted.view(torch.uint8).numpy()
+    if kind.name in K_TYPES:
+        try:
+            return rounded_to_k(numbers.reshape(-1, numbers.shape[-1]), kind).numpy()
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{name} {error}") from error
     import gguf
 
-    found = gguf.quants.quantize(numbers.float().numpy(), gguf.GGMLQuantizationType(_BY_NAME[kind.name][0]))
+    found = gguf.quants.quantize(numbers.float().numpy(), gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name]))
     return np.asarray(found)
 
 
@@ -159,7 +92,7 @@ def rounded(numbers: Tensor, kind: BlockType) -> Tensor:
         return numbers.to(kind.element.torch).float()
     import gguf
 
-    number = gguf.GGMLQuantizationType(_BY_NAME[kind.name][0])
+    number = gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name])
     return torch.from_numpy(gguf.quants.dequantize(encoded(numbers, kind, ""), number)).view(numbers.shape)
 
 

@@ -61,7 +61,7 @@ def _check_read_back(config: DecoderConfig, family: GgufFamily, facts: Facts) ->
     found = gguf_family(facts)
     read = decoder_config(found.config(facts))
     read = replace(read, prediction_layers=config.prediction_layers)  # such layers are never written
-    name = _difference(config, read)
+    name = first_difference(config, read)
     if name is None:
         import torch
 
@@ -72,15 +72,15 @@ def _check_read_back(config: DecoderConfig, family: GgufFamily, facts: Facts) ->
     raise UnsupportedError(f"a GGUF file of a {family.architecture} cannot say its {name}; write the model as safetensors")
 
 
-def _difference(ours: Any, theirs: Any, name: str = "") -> str | None:
-    """Return the name of the first field that differs by more than rounding to float32, or None."""
+def first_difference(ours: Any, theirs: Any, name: str = "") -> str | None:
+    """Return the name of the first field in which two configs differ by more than rounding to float32, or None."""
     if is_dataclass(ours) and type(ours) is type(theirs):
         compared = (field.name for field in fields(ours) if field.compare)
-        each = (_difference(getattr(ours, own), getattr(theirs, own), f"{name}.{own}".strip(".")) for own in compared)
+        each = (first_difference(getattr(ours, own), getattr(theirs, own), f"{name}.{own}".strip(".")) for own in compared)
         return next(filter(None, each), None)
     if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
         pairs = enumerate(zip(ours, theirs, strict=True))
-        return next(filter(None, (_difference(*pair, f"{name}[{index}]") for index, pair in pairs)), None)
+        return next(filter(None, (first_difference(*pair, f"{name}[{index}]") for index, pair in pairs)), None)
     if isinstance(ours, float) and isinstance(theirs, (int, float)):
         return None if math.isclose(ours, theirs, rel_tol=_FLOAT32) else name
     return None if ours == theirs else name

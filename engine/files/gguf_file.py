@@ -22,8 +22,9 @@ _MAX_PARTS = 10_000
 class GgufFile(MappedFile):
     """One GGUF file.
 
-    Attributes beside those of MappedFile: `metadata`, values by key; `tensors`, the types and shapes of the tensors. The
-    entry of a quantized tensor is that of its blocks as bytes, with rows of bytes in the place of rows of numbers.
+    Attributes beside those of MappedFile: `metadata`, values by key; `tensors`, the types and shapes of the tensors;
+    `alignment` of the data. The entry of a quantized tensor is that of its blocks as bytes, with rows of bytes in the place
+    of rows of numbers.
     """
 
     what = WHAT
@@ -33,11 +34,16 @@ class GgufFile(MappedFile):
         header = read_header(str(self.path), file, self.size)
         self.metadata: dict[str, Any] = header.metadata
         self.tensors: dict[str, GgufTensor] = header.tensors
+        self.alignment, self._spans = header.alignment, header.spans
         self.entries = {}
         for name, tensor in header.tensors.items():
             element, begin = tensor.type.element, header.data_start + tensor.offset
             shape = tensor.bytes_shape if element is None else tensor.shape
             self.entries[name] = TensorEntry(element or UINT8, shape, begin, begin + tensor.nbytes)
+
+    def metadata_entry(self, key: str) -> bytes:
+        """Return an entry of the metadata as it is stored: key, type and value."""
+        return bytes(self._mapping()[self._spans[key]])
 
 
 def is_gguf(path: Path) -> bool:

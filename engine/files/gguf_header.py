@@ -67,6 +67,8 @@ class Header:
 
     metadata: dict[str, Any]
     """Values by key: integers, floats, booleans, texts, and lists of one of these."""
+    spans: dict[str, slice]
+    """Where the file has each metadata entry, key, type and value, by key."""
     tensors: dict[str, GgufTensor]
     alignment: int
     data_start: int
@@ -135,11 +137,14 @@ class _Reader:
         self._check_count(entries, _LEAST_ENTRY, "metadata entries")
         self._check_count(tensors, _LEAST_TENSOR, "tensors")
         metadata: dict[str, Any] = {}
+        spans: dict[str, slice] = {}
         for _ in range(entries):
+            begin = self.place
             key = self.text("a metadata key", _MAX_KEY)
             if key in metadata:
                 raise _Bad(f"metadata: the key {shown(key)} occurs twice")
             metadata[key] = self.value(f"metadata {shown(key)}")
+            spans[key] = slice(begin, self.place)
         alignment = _alignment(metadata)
         found: dict[str, GgufTensor] = {}
         for _ in range(tensors):
@@ -147,7 +152,7 @@ class _Reader:
             if name in found:
                 raise _Bad(f"tensor {shown(name)} occurs twice")
             found[name] = self.tensor(f"tensor {shown(name)}")
-        header = Header(metadata, found, alignment, _aligned(self.place, alignment))
+        header = Header(metadata, spans, found, alignment, _aligned(self.place, alignment))
         _check_coverage(header, self.size)
         return header
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import fields, replace
 from math import exp
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 
 import calibrate.collect
 import engine.passes.activations
+import engine.passes.streaming
 from calibrate.collect import LayerCollector, collect
 from calibrate.similarity import linear_cka, rbf_cka
 from calibrate.skipping import relative_similarity, skip_tables
@@ -21,7 +24,7 @@ from calibrate.statistics import LayerStatistics, Statistics, load_statistics
 from compress.training.losses import next_token_loss
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert, MoeBlock
-from engine.decoder.model import Decoder
+from engine.decoder.model import Decoder, DecoderLayer
 from engine.decoder.routing import TopK
 from engine.errors import CheckpointError, DataError, OutputError
 from engine.families.layer_config import MoeConfig
@@ -230,6 +233,25 @@ def test_streamed_likelihood_equals_cross_entropy_of_full_logits(
 
 
 # The file
+
+
+def test_no_layer_stays_in_memory(olmoe: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were dequantized are not released with the file's pages, and cycles of references would keep them."""
+    made = list[weakref.ref[Any]]()
+
+    def recorded(*given: Any) -> Any:
+        assert all(block() is None for block in made)
+        layer = DecoderLayer(*given)
+        made.append(weakref.ref(layer.feed_forward))
+        return layer
+
+    monkeypatch.setattr(engine.passes.streaming, "DecoderLayer", recorded)
+    gc.disable()
+    try:
+        collect(olmoe, TOKENS, dtype=torch.float32)
+    finally:
+        gc.enable()
+    assert len(made) == len(olmoe.config.layers) and all(block() is None for block in made)
 
 
 def test_saved_statistics_load_the_same(olmoe: Checkpoint, tmp_path: Path) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from compress.report import plots
+from compress.report import canvas
 
-_is_available = plots.available
+_is_available = canvas.available
 
 
 def hide() -> None:
     """Let commands find no matplotlib. They then make everything but pictures."""
-    plots.available = lambda: False
+    canvas.available = lambda: False
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
     """Draw pictures in the body, if matplotlib is installed. For fixtures; tests ask for the fixture `pictures`."""
-    hidden, plots.available = plots.available, _is_available
+    hidden, canvas.available = canvas.available, _is_available
     yield
-    plots.available = hidden
+    canvas.available = hidden

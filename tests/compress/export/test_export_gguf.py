@@ -98,6 +98,19 @@ def test_blocks_are_those_of_the_package_gguf(family: str, type_: str, tmp_path:
     assert file.metadata["general.file_type"] == gguf.LlamaFileType[f"MOSTLY_{type_.upper()}"]
 
 
+@pytest.mark.parametrize(
+    "type_", ["q4_k", *(pytest.param(each, marks=pytest.mark.slow) for each in ("q2_k", "q3_k", "q5_k_m", "q6_k"))]
+)
+def test_k_types_are_read_as_written(type_: str, tmp_path: Path) -> None:
+    """The logits are compared when the file is written; the weights are close to the model's."""
+    own = make(tmp_path, **dict.fromkeys(ALIGNED, 256), vocab_size=32)
+    read = written(tmp_path, type=type_)
+    assert read.gguf is not None and f"{type_[:4].upper()}" in read.gguf.block_types
+    for name in own.shapes:
+        off, whole = read.tensor(name, torch.float32) - own.tensor(name), own.tensor(name).float()
+        assert float(off.square().mean()) <= 0.1 * float(whole.square().mean()) + 1e-12
+
+
 def test_rows_that_blocks_do_not_divide_are_in_float16(tmp_path: Path) -> None:
     make(tmp_path, intermediate_size=48)
     file = GgufFile(written(tmp_path, type="q4_0").directory)
@@ -241,7 +254,7 @@ def non_uniform(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[Any, dict[str, Any], type[CompressError], str]] = [
-    (make, {"type": "q4_k_m"}, OptionError, "'q4_k_m' is not written; take one of bf16, .*llama-quantize"),
+    (make, {"type": "iq4_xs"}, OptionError, "'iq4_xs' is not written; take one of bf16, .*llama-quantize"),
     (make, {"output": Path("m.bin")}, OptionError, r"ends in \.gguf"),
     (non_uniform, {}, UnsupportedError, r"several numbers of experts \(2, 3\).*--uniform"),
     (lambda path: make(path, "phimoe"), {}, UnsupportedError, "a phimoe is not written as GGUF; written are mixtral"),

@@ -29,7 +29,7 @@ from calibrate.windows import Windows, text_windows
 from compress import compare as module
 from compress.compare import compare, heading, labels, task_figures
 from compress.options.compare import CompareOptions
-from compress.report import expert_record, plots
+from compress.report import canvas, expert_record
 from compress.report.diep_scores import FILE_NAME, load_scores
 from compress.report.expert_record import ExpertRecord, Experts, load_record, save_record
 from compress.report.pictures import Pictured
@@ -230,7 +230,7 @@ def test_bad_options_are_refused(place: Path, tmp_path: Path, monkeypatch: pytes
         compare(options(place, "model", speed=True, prompt_tokens=0, generated_tokens=0))
     with pytest.raises(DataError, match="no text"):
         compare(options(place, "model", text=CalibrationOptions(str(place / "plan.json"), 1, 128, 99)))
-    monkeypatch.setattr(plots, "available", lambda: False)
+    monkeypatch.setattr(canvas, "available", lambda: False)
     with pytest.raises(OptionError, match="plots need matplotlib"):
         compare(options(place, "model", output=tmp_path / "new"))
     assert not list(tmp_path.iterdir())
@@ -389,7 +389,7 @@ def test_usage_before_and_after_is_of_the_held_out_text(
 def test_without_matplotlib_pruning_goes_on_and_says_so(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plots, "available", lambda: False)
+    monkeypatch.setattr(canvas, "available", lambda: False)
     arguments = ["prune", str(place / "model"), "-o", str(tmp_path / "out"), "--sparsity", "0.5", "--method", "frequency"]
     result = CliRunner().invoke(
         cli.main, [*arguments, "--data", str(place / "text.txt"), *SIZES, "--evaluation-samples", "0"]

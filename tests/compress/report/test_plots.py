@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from packages_for_tests import needs_matplotlib
 
-from compress.report import plots
+from compress.report import canvas, plots
 from compress.report.scatter import Point, scatter
 from engine.errors import OptionError
 
@@ -18,10 +18,10 @@ def drawn(figure: Any) -> Any:
     """Return the renderer, after a full draw by the canvas that savefig uses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(figure)
-    with plots.style():
-        canvas.draw()
-    return canvas.get_renderer()
+    drawing = FigureCanvasAgg(figure)
+    with canvas.style():
+        drawing.draw()
+    return drawing.get_renderer()
 
 
 def texts(figure: Any) -> list[Any]:
@@ -99,26 +99,26 @@ def test_removed_experts_are_grey_and_crossed_out() -> None:
 @needs_matplotlib
 @pytest.mark.parametrize("name", ["a$b$_{x}", r"\frac{", "模型", "two\nlines", "🙂"])
 def test_names_are_never_formulas(name: str, tmp_path: Path) -> None:
-    plots.save(scatter([Point(name, 1, 2)], "size", "perplexity"), tmp_path / "a.png")
+    canvas.save(scatter([Point(name, 1, 2)], "size", "perplexity"), tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
     assert data.startswith(b"\x89PNG") and min(struct.unpack(">II", data[16:24])) > 400
-    plots.save(plots.experts_per_layer({name: {0: 1}}), tmp_path / "b.png")
+    canvas.save(plots.experts_per_layer({name: {0: 1}}), tmp_path / "b.png")
 
 
 @needs_matplotlib
 def test_the_same_figures_give_the_same_file(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
-        plots.save(scatter([Point("m", 1, 2), Point("n", 1, 2)], "x", "y"), tmp_path / name)
+        canvas.save(scatter([Point("m", 1, 2), Point("n", 1, 2)], "x", "y"), tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_long_names_lose_their_middle() -> None:
-    assert plots.short("abc") == "abc"
-    assert plots.short("abcdefghij", 5) == "ab…ij"
-    assert len(plots.short(LONG)) == plots.MAX_NAME
+    assert canvas.short("abc") == "abc"
+    assert canvas.short("abcdefghij", 5) == "ab…ij"
+    assert len(canvas.short(LONG)) == canvas.MAX_NAME
 
 
 def test_without_matplotlib_plots_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "available", lambda: False)
+    monkeypatch.setattr(canvas, "available", lambda: False)
     with pytest.raises(OptionError, match=r"pip install moe-compress\[plots\]"):
-        plots.require()
+        canvas.require()

@@ -10,7 +10,7 @@ import pytest
 from packages_for_tests import needs_matplotlib
 from test_plots import LONG, check_nothing_is_cut_off, drawn, texts
 
-from compress.report import plots
+from compress.report import canvas
 from compress.report.scatter import Point, is_sweep, scatter, spread
 
 METHODS = [f"method-{letter}" for letter in "abcdefgh"]
@@ -38,7 +38,7 @@ def sweep(methods: int) -> list[Point]:
 
 def named(figure: Any, points: list[Point]) -> dict[str, Any]:
     """Return the box of each point's name, in pixels."""
-    renderer, names = drawn(figure), {plots.short(point.name) for point in points}
+    renderer, names = drawn(figure), {canvas.short(point.name) for point in points}
     return {text.get_text(): text.get_window_extent(renderer) for text in texts(figure) if text.get_text() in names}
 
 

@@ -1,0 +1,175 @@
+"""The types in which a model's tensors are written as GGUF, under llama.cpp's names of mixtures of types.
+
+The rules are those of llama-quantize (github.com/ggml-org/llama.cpp, src/llama-quant.cpp, `llama_tensor_get_type_impl` and
+`tensor_type_fallback`), for the families that are written here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from engine.families.gguf_description import Description
+from engine.families.gguf_metadata import ARCHITECTURE
+from engine.families.gguf_names import StoredTensor
+from engine.families.gguf_parts import EMBEDDINGS, HEAD
+from engine.files.gguf_types import BLOCK_TYPES, BlockType
+
+_BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
+_NEVER_ROUNDED = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
+"""Routers: a small error there changes the choice of experts."""
+_HEAD, _OTHER_HEAD = "Q6_K", "Q8_0"
+"""Types of the output head in a quantized file, with rows that the blocks of the matrices divide, and without."""
+_NARROWER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""Types for rows that blocks of 256 numbers do not divide."""
+_EIGHT = 8
+"""Number of experts with which attention, a small part of the model, gets more bits."""
+_LARGE_LAYERS, _LARGE = 80, {"llama": True, "qwen2": False}
+"""Layers of a model of 70 B parameters, by architecture, and whether query heads must share key heads there."""
+
+
+def _nothing(number: int, count: int, sharing: int) -> str | None:
+    return None
+
+
+def _more_bits(kind: str) -> Callable[[int, int, int], str | None]:
+    """Return a rule: this type in the first and last eighth of all layers, and in every third one between."""
+
+    def rule(number: int, count: int, sharing: int) -> str | None:
+        first = count // 8
+        has_more = number < first or number >= 7 * count // 8 or (number - first) % 3 == 2
+        return kind if has_more else None
+
+    return rule
+
+
+def _first(limit: Callable[[int], int], kind: str, other: str | None = None) -> Callable[[int, int, int], str | None]:
+    """Return a rule: this type below a layer, which depends on their number."""
+    return lambda number, count, sharing: kind if number < limit(count) else other
+
+
+def _always(kind: str) -> Callable[[int, int, int], str | None]:
+    return lambda number, count, sharing: kind
+
+
+@dataclass(frozen=True)
+class WrittenType:
+    """A type, or mixture of types, in which a model is written. Rules take a layer's number, the number of layers and how
+    many query heads share a key head, and return a type, or None for that of all matrices."""
+
+    matrices: str
+    """Name of the type of matrices."""
+    number: int
+    """The number of such files (`general.file_type`)."""
+    values: Callable[[int, int, int], str | None] = _nothing
+    """The type of attention's value projections, numbered among those of the model."""
+    down: Callable[[int, int, int], str | None] = _nothing
+    """The type of down projections."""
+    output: Mapping[bool, str] = field(default_factory=dict)
+    """The type of attention's output projection, by whether the model has eight experts."""
+
+
+WRITTEN_TYPES: dict[str, WrittenType] = {
+    "f32": WrittenType("F32", 0),
+    "bf16": WrittenType("BF16", 32),
+    "f16": WrittenType("F16", 1),
+    "q8_0": WrittenType("Q8_0", 7),
+    "q6_k": WrittenType("Q6_K", 18),
+    "q5_k_m": WrittenType("Q5_K", 17, values=_more_bits("Q6_K"), down=_more_bits("Q6_K")),
+    "q5_k_s": WrittenType("Q5_K", 16),
+    "q5_1": WrittenType("Q5_1", 9),
+    "q5_0": WrittenType("Q5_0", 8),
+    "q4_k_m": WrittenType("Q4_K", 15, values=_more_bits("Q6_K"), down=_more_bits("Q6_K"), output={True: "Q5_K"}),
+    "q4_k_s": WrittenType(
+        "Q4_K",
+        14,
+        values=_first(lambda count: 4, "Q5_K"),
+        down=_first(lambda count: count // 8, "Q5_K"),
+        output={True: "Q5_K"},
+    ),
+    "q4_1": WrittenType("Q4_1", 3),
+    "q4_0": WrittenType("Q4_0", 2),
+    "q3_k_l": WrittenType("Q3_K", 13, values=_always("Q5_K"), down=_always("Q5_K"), output={False: "Q5_K"}),
+    "q3_k_m": WrittenType(
+        "Q3_K",
+        12,
+        values=_first(lambda count: 2, "Q5_K", "Q4_K"),
+        down=_first(lambda count: count // 16, "Q5_K", "Q4_K"),
+        output={True: "Q5_K", False: "Q4_K"},
+    ),
+    "q3_k_s": WrittenType("Q3_K", 11, output={True: "Q5_K"}),
+    "q2_k": WrittenType(
+        "Q2_K",
+        10,
+        values=lambda number, count, sharing: "Q4_K" if sharing >= 4 else "Q3_K",
+        down=_always("Q3_K"),
+        output={True: "Q5_K", False: "Q3_K"},
+    ),
+}
+"""Types by the name on the command line."""
+ALIASES = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
+"""Other names of these types, as llama-quantize has them."""
+
+
+def tensor_types(description: Description, written: WrittenType) -> dict[str, BlockType]:
+    """Return the type of every tensor of a file, by its name there."""
+    mix = _Mix(description, written)
+    return {tensor.name: mix.type_of(tensor) for tensor in description.tensors}
+
+
+class _Mix:
+    """The types of one model's tensors."""
+
+    def __init__(self, description: Description, written: WrittenType) -> None:
+        self.written, self.metadata = written, description.metadata
+        self.architecture = str(description.metadata[ARCHITECTURE])
+        self.layers, self.experts = self._number("block_count"), self._number("expert_count")
+        self.heads, self.key_heads = self._number("attention.head_count"), self._number("attention.head_count_kv")
+        names = [tensor.name for tensor in description.tensors]
+        self.is_tied = HEAD not in names
+        numbers = sorted(int(found[1]) for name in names if (found := re.search(r"blk\.(\d+)\.attn_(v|kv_b)\.weight", name)))
+        self.values = {layer: number for number, layer in enumerate(numbers)}
+
+    def _number(self, key: str) -> int:
+        return int(self.metadata.get(f"{self.architecture}.{key}", 0))
+
+    def type_of(self, tensor: StoredTensor) -> BlockType:
+        """Return the type of one tensor. What is no matrix stays in float32, and so do routers."""
+        if len(tensor.shape) == 1 or not tensor.name.endswith(".weight") or tensor.name.endswith(_NEVER_ROUNDED):
+            return _BY_NAME["F32"]
+        matrices = _BY_NAME[self.written.matrices]
+        if matrices.element is not None:
+            return matrices
+        kind = _BY_NAME[self._chosen(tensor, matrices)]
+        if tensor.shape[-1] % kind.numbers:
+            kind = _BY_NAME[_NARROWER.get(kind.name, kind.name)]
+        return _BY_NAME["F16"] if tensor.shape[-1] % kind.numbers else kind
+
+    def _chosen(self, tensor: StoredTensor, matrices: BlockType) -> str:
+        """Return the name of the type of a matrix whose rows have any length."""
+        is_eight, named = self.experts == _EIGHT, re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
+        if tensor.name == (EMBEDDINGS if self.is_tied else HEAD):
+            if tensor.shape[-1] % matrices.numbers:
+                return _OTHER_HEAD
+            return matrices.name if matrices.name == _OTHER_HEAD else _HEAD
+        if named is None:
+            return matrices.name
+        layer, part = int(named[1]), named[2]
+        chosen: str | None = None
+        if part in ("attn_v", "attn_kv_b"):
+            chosen = _OTHER_HEAD if is_eight else self._of_values(self.values[layer], matrices.name)
+        elif part == "attn_k":
+            chosen = _OTHER_HEAD if is_eight else None
+        elif part == "attn_output":
+            chosen = self.written.output.get(is_eight)
+        elif part.startswith("ffn_down"):
+            chosen = self.written.down(layer, self.layers, 1)
+        return chosen or matrices.name
+
+    def _of_values(self, number: int, usual: str) -> str:
+        sharing = self.heads // max(1, self.key_heads)
+        chosen = self.written.values(number, len(self.values), sharing) or usual
+        is_large = self.layers == _LARGE_LAYERS and self.architecture in _LARGE
+        is_large = is_large and (sharing > 1 or not _LARGE[self.architecture])
+        return "Q5_K" if is_large and chosen in ("Q3_K", "Q4_K") else chosen
