@@ -28,7 +28,7 @@ from engine.families.tensor_names import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.kernels.quantized_weight import QuantizedWeight
+from engine.kernels.quantized_weight import LowBitWeight
 
 
 def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
@@ -67,7 +67,7 @@ def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Paramet
     """Yield the parameters of a layer's attention, by their names within it."""
     if isinstance(attention, LightningAttention):
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
-        named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
+        named: dict[str, nn.Parameter | LowBitWeight | None] = dict(zip(LIGHTNING, own, strict=True))
     elif isinstance(attention, GatedDelta):
         named = dict(zip(attention.names, _gated_delta(attention), strict=True))
     elif isinstance(attention, ShortConvolution):
@@ -80,12 +80,12 @@ def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Paramet
     return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
 
 
-def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | LowBitWeight, ...]:
     decays = attention.decay_bias_H, attention.log_rate_H
     return *attention.projections, attention.filter_C1K, *decays, attention.norm_V, attention.output
 
 
-def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
+def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | LowBitWeight | None]:
     return {
         "q_a_proj.weight": attention.query_down,
         "q_a_proj.bias": attention.query_down_bias,
@@ -100,7 +100,7 @@ def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWei
     }
 
 
-def _grouped(attention: Attention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
+def _grouped(attention: Attention) -> dict[str, nn.Parameter | LowBitWeight | None]:
     return {
         "q_proj.weight": attention.query,
         "q_proj.bias": attention.query_bias,

@@ -7,7 +7,7 @@ decoder layer by transformers' own conversion of names. Weights are loaded layer
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -443,7 +443,7 @@ class AdaptedCheckpoint(Checkpoint):
         """Raise UnsupportedError."""
         raise self.refusal()
 
-    def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu", block_types: Container[str] = ()) -> Any:
         """Raise UnsupportedError."""
         raise self.refusal()
 
