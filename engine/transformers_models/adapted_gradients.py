@@ -40,11 +40,11 @@ class _Logits(NamedTuple):
 def layerwise_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> LayerwiseDecoder:
     """Return a model of any checkpoint that has the weights of one layer in memory at a time."""
     if isinstance(checkpoint, AdaptedCheckpoint):
-        return AdaptedDecoder(checkpoint, dtype, device)
+        return AdaptedLayerwiseDecoder(checkpoint, dtype, device)
     return LayerwiseDecoder(checkpoint, dtype, device)
 
 
-class AdaptedDecoder(LayerwiseDecoder):
+class AdaptedLayerwiseDecoder(LayerwiseDecoder):
     """A model of transformers with the weights of only one layer in memory at a time. Losses are given its logits."""
 
     checkpoint: AdaptedCheckpoint

@@ -37,7 +37,7 @@ from engine.bench.backends import BACKENDS, BenchCase, BenchSpec, run_case
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedDecoder
+from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
 TEXT = CalibrationOptions(data="stdlib", samples=3, sequence_length=24, evaluation_samples=2)
 
@@ -164,7 +164,7 @@ def test_the_default_method_prunes_whole_experts(model: Path, tmp_path: Path) ->
     figures = prune(_options(model, tmp_path / "result", method="fisher", memory_limit=2_000_000_000))
     assert figures["experts_per_layer"] == [5, 5, 5]
     prepared = prepare_pruning(_options(model, tmp_path / "other", method="fisher"))
-    decoder = AdaptedDecoder(AdaptedCheckpoint(model), prepared.dtype)
+    decoder = AdaptedLayerwiseDecoder(AdaptedCheckpoint(model), prepared.dtype)
     plan = json.loads((tmp_path / "result" / "compression.json").read_text())["plan"]
     for layer, scores_N in fisher_scores(decoder, prepared.tokens_SL).items():
         assert plan["layers"][str(layer)] == sorted(scores_N.topk(5).indices.tolist())

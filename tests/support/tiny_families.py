@@ -27,7 +27,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import UnsupportedError
 from engine.passes.memory_budget import MemoryBudget
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedDecoder
+from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 from engine.transformers_models.adapted_pass import adapted_pass
 from engine.transformers_models.expert_layers import replaced_forwards
 from engine.transformers_models.interface_families import Family, interface_families
@@ -306,7 +306,7 @@ def _reason(error: Exception, directory: Path) -> str:
 def _of_gradients(model: Any, checkpoint: AdaptedCheckpoint) -> float:
     """Return the largest difference of a gate gradient from autograd over the whole model."""
     expected, _ = text_gradients(model, checkpoint, TOKENS_SL)
-    own, _ = gate_gradients(AdaptedDecoder(checkpoint, torch.float32), TOKENS_SL, own_samples=False)
+    own, _ = gate_gradients(AdaptedLayerwiseDecoder(checkpoint, torch.float32), TOKENS_SL, own_samples=False)
     return max(float((own[layer] - row).abs().max() / row.abs().max()) for layer, row in expected.items())
 
 

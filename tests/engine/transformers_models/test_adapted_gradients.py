@@ -16,7 +16,7 @@ from compress.methods.gate_gradients import gate_gradients
 from compress.methods.gate_taylor import taylor_scores
 from engine.passes.memory_budget import MemoryBudget
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedDecoder
+from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
 ROUTERS = others_slow(("exaone_moe", "gemma4", "gpt_oss", "hy_v4"), "exaone_moe", "gemma4")
 """Sigmoid scores with a bias of the choice; softmax with a scale of each expert; biases of stacked, transposed experts; and
@@ -34,11 +34,11 @@ def test_gate_gradients_equal_those_of_the_whole_model(made: Any) -> None:
     model, checkpoint = made
     first, second = text_gradients(model, checkpoint, TOKENS_SL)
     for budget in (MemoryBudget(tokens_per_batch=16), MemoryBudget()):
-        decoder = AdaptedDecoder(checkpoint, torch.float32)
+        decoder = AdaptedLayerwiseDecoder(checkpoint, torch.float32)
         own_first, own_second = gate_gradients(decoder, TOKENS_SL, own_samples=False, budget=budget)
         assert all(is_close(own_first[layer], expected_N) for layer, expected_N in first.items())
         assert all(is_close(own_second[layer], expected_N) for layer, expected_N in second.items())
-    scores = taylor_scores(AdaptedDecoder(checkpoint, torch.float32), TOKENS_SL)
+    scores = taylor_scores(AdaptedLayerwiseDecoder(checkpoint, torch.float32), TOKENS_SL)
     assert all(is_close(scores[layer], expected_N.abs()) for layer, expected_N in first.items())
 
 
@@ -53,6 +53,6 @@ def test_samples_do_not_depend_on_batches(made: Any) -> None:
     _, checkpoint = made
     budgets = MemoryBudget(tokens_per_batch=16), MemoryBudget()
     alone, together = (
-        fisher_scores(AdaptedDecoder(checkpoint, torch.float32), TOKENS_SL, 3, budget=budget) for budget in budgets
+        fisher_scores(AdaptedLayerwiseDecoder(checkpoint, torch.float32), TOKENS_SL, 3, budget=budget) for budget in budgets
     )
     assert all(is_close(scores_N, together[layer]) for layer, scores_N in alone.items())

@@ -21,7 +21,7 @@ from compress.plans.apply import apply
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, kept_expert
 from compress.plans.unit_selection import units_plan
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedDecoder
+from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 from engine.transformers_models.expert_layers import PROJECTIONS
 
 LAYOUTS = others_slow(("exaone_moe", "gpt_oss", "nemotron_h", "qwen3_vl_moe"), "exaone_moe", "gpt_oss")
@@ -83,7 +83,7 @@ def test_fisher_of_units_is_that_of_the_whole_model(made: Any, monkeypatch: pyte
     monkeypatch.setattr(
         "compress.methods.unit_fisher.sampled_loss", lambda decoder, tokens, generator: sampled_loss(decoder, tokens, None)
     )
-    found = unit_gradients(AdaptedDecoder(checkpoint, torch.float32), TOKENS_SL)
+    found = unit_gradients(AdaptedLayerwiseDecoder(checkpoint, torch.float32), TOKENS_SL)
     width, factors = checkpoint.found.experts[0].width, defaultdict[tuple[int, int], list[Tensor]](list)
 
     def factor(layer: int, expert: int) -> Tensor:
