@@ -97,7 +97,7 @@ def test_weights_of_few_bits(bits: int, tmp_path: Path, monkeypatch: pytest.Monk
     layer_by_layer(layers, monkeypatch)
     taken = served(whole, monkeypatch)
     clear = TOKENS[:2]  # in the third sequence two experts tie on some processors, and either choice is right
-    # Such ties change a position and those after it, so the median position is compared with float64.
+    assert torch.equal(decoded(whole, clear), decoded(layers, clear))
     assert taken and all(taken)
 
 
@@ -130,7 +130,7 @@ def test_experts_of_differing_widths(family: str, tmp_path: Path, monkeypatch: p
     layer_by_layer(layers, monkeypatch)
     taken = served(whole, monkeypatch)
     clear = TOKENS[:2]  # in the third sequence two experts tie on some processors, and either choice is right
-    # Such ties change a position and those after it, so the median position is compared with float64.
+    for tokens_BL, at_once in ((clear, 1), (clear[:1], 1), (clear[:1], 3)):
         assert torch.equal(decoded(whole, tokens_BL, at_once), decoded(layers, tokens_BL, at_once))
     assert taken and all(taken)
     compiled = decoded(whole, clear)
@@ -139,8 +139,9 @@ def test_experts_of_differing_widths(family: str, tmp_path: Path, monkeypatch: p
         exact_logits = exact(clear)[:, 4:]
     monkeypatch.setattr(engine.kernels.kernel_choice, "_load_kernels", lambda: None)
     by_torch = decoded(whole, clear)
-    errors = [(made.double() - exact_logits).norm() for made in (compiled, by_torch)]
-    assert errors[0] < 1.25 * errors[1] and errors[0] < 0.05 * exact_logits.norm()
+    # such a tie changes a position and some after it, so the median position counts
+    errors = [(made.double() - exact_logits).norm(dim=-1).median() for made in (compiled, by_torch)]
+    assert errors[0] < 1.25 * errors[1] and errors[0] < 0.05 * exact_logits.norm(dim=-1).median()
 
 
 @needs_integers
