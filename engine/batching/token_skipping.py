@@ -65,8 +65,10 @@ class TokenSkipping:
             with routed_by(self._decoder, self._plain), self._counted(None):
                 yield
             return
-        threshold_T = torch.tensor(thresholds, device=self._device)
-        routings = [replace(routing, threshold=threshold_T) for routing in self._skipping]
+        # One number fits any part of the pass: a decoder may run its tokens in several calls.
+        is_one = len(set(thresholds)) == 1
+        threshold = thresholds[0] if is_one else torch.tensor(thresholds, device=self._device)
+        routings = [replace(routing, threshold=threshold) for routing in self._skipping]
         with routed_by(self._decoder, routings), self._counted(self._counter):
             yield
 

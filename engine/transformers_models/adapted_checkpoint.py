@@ -362,9 +362,9 @@ class AdaptedCheckpoint(Checkpoint):
         beyond = self.stored_shapes.keys() - self.targets.keys()
         found = [_EXPERT.search(name) for name in beyond]
         most = max((int(each[1]) + 1 for each in found if each is not None), default=0)
-        shapes = {_end(name): self.stored_shapes[name] for name in self.targets if ".experts." in name}
+        shapes = {_end(name): self.stored_shapes[name][1] for name in self.targets if ".experts." in name}
         if most <= count and any(
-            shapes.get(_end(name), own) != own for name in beyond for own in [self.stored_shapes[name]]
+            shapes.get(_end(name), own) != own for name in beyond for own in [self.stored_shapes[name][1]]
         ):
             return (
                 "layers for multi-token prediction keep experts of the source's shape, which is not that of config.json; "

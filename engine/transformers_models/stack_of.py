@@ -78,10 +78,18 @@ def stacks_of(checkpoint: StoredModel, samples: Mapping[str, Callable[[], Tensor
 
 
 def _stack_of(checkpoint: StoredModel, key: str, stored: Tensor, projections: Mapping[int, Tensor]) -> Stack:
+    found = []
     for stack in _candidates(key, projections):
         expected = joined(stack, [projections[each] for each in stack.projections])
         if stored.shape == expected.shape and torch.equal(stored.to(expected.dtype), expected):
-            return stack
+            found.append(stack)
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"{checkpoint.directory}: expert {SAMPLED_EXPERT} of the first layer with experts has equal projections, so "
+            f"that {key} could hold one or another of them; experts of this model can only be kept or removed as a whole"
+        )
+    if found:
+        return found[0]
     raise UnsupportedError(
         f"{checkpoint.directory}: {key} holds something else than the projections of experts as transformers runs them, so "
         f"the experts of a model of the family {checkpoint.model_type} can only be kept or removed as a whole"

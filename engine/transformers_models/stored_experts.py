@@ -89,7 +89,7 @@ def _prediction_places(checkpoint: StoredModel, places: Mapping[str, Place]) -> 
         parts = name.split(".")
         for end in range(1, len(parts)):
             after = ".".join(parts[end:])
-            if parts[end - 1].isdecimal() and after in known and shapes[name] == shapes[known[after][0]]:
+            if parts[end - 1].isdecimal() and after in known and shapes[name][1] == shapes[known[after][0]][1]:
                 found.setdefault(".".join([*parts[:end], ""]), {})[after] = name
     for before, own in sorted(found.items()):
         if own.keys() == known.keys():

@@ -91,7 +91,9 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
     "glm5_next": {"num_key_value_heads": 4, "index_topk": 16},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": EXPERTS, "moe_topk": 2, "eod_token_id": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -69,12 +69,16 @@ def test_requests_together_equal_generate(engine: Engine, directory: Path) -> No
         scheduler.check(_requests(engine, skip_threshold=-1.0)[0])
 
 
-def test_a_preempted_request_ends_in_the_same_tokens(engine: Engine) -> None:
-    """Room for one sequence and a little more: the younger ones are read again."""
-    expected = [each.token_ids for each in engine.generate(PROMPTS, max_new_tokens=10)]
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_a_preempted_request_ends_in_the_same_tokens(engine: Engine, directory: Path, threshold: float) -> None:
+    """Room for one sequence and a little more: the younger ones are read again, with skipping too."""
+    alone = Engine.open(directory, skip_threshold=threshold)
+    alone.end_tokens = frozenset()
+    expected = [each.token_ids for each in alone.generate(PROMPTS, max_new_tokens=10)]
     position, state = engine.cache_sizes
     scheduler = scheduler_for(engine, kv_cache_bytes=8 * state + 32 * position, max_model_length=32)
-    served_requests = [ServedRequest(scheduler, engine, each, number) for number, each in enumerate(_requests(engine))]
+    requests = _requests(engine, skip_threshold=threshold)
+    served_requests = [ServedRequest(scheduler, engine, each, number) for number, each in enumerate(requests)]
     run_to_end(scheduler)
     assert [each.tokens for each in served_requests] == expected
     assert scheduler.preemptions > 0
