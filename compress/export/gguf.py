@@ -22,7 +22,7 @@ from engine.decoder.model import own_routings
 from engine.errors import CompressError, ExportError, UnsupportedError
 from engine.families.gguf_description import described
 from engine.families.gguf_mixes import ALIASES, WRITTEN_TYPES, tensor_types
-from engine.files.gguf_file import SUFFIX
+from engine.files.gguf_file import SUFFIX, check_name
 from engine.files.json_file import replacing
 from engine.generation.report import peak_memory_bytes
 from engine.progress import Progress, no_progress
@@ -43,6 +43,7 @@ def export_gguf(options: GgufExportOptions, progress: Progress = no_progress) ->
 def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
     check_file_output(options.output, options.overwrite)
+    check_name(options.output)
     checkpoint, written = Checkpoint(resolve(options.model)), WRITTEN_TYPES[ALIASES.get(options.type, options.type)]
     try:
         description = described(checkpoint.config)

@@ -44,7 +44,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.errors import OptionError
-from engine.files.gguf_file import SUFFIX, is_gguf
+from engine.files.gguf_file import SUFFIX, check_name, is_gguf
 from engine.files.json_file import replacing, write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
@@ -94,8 +94,12 @@ def check_outputs(options: JobOptions) -> None:
             f"{options.output}: the result is a directory; `compress export --format gguf` makes a GGUF file of it"
         )
     (check_file_output if is_file else check_output)(options.output, options.overwrite)
+    if is_file:
+        check_name(options.output)
     if options.plan_output is not None:
         check_file_output(options.plan_output, options.overwrite)
+        if options.plan_output.resolve() in (options.output.resolve(), Path(options.model).resolve()):
+            raise OptionError(f"{options.plan_output}: is the model or the result itself; give the plan another file")
 
 
 def check_sweep(output: Path, runs: Sequence[JobOptions], marker: str) -> None:

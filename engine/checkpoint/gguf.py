@@ -212,8 +212,16 @@ class GgufView(StoredView):
         return dequantized(own, self.stored.type, dtype or self.element.torch) if self.is_quantized else own
 
     def weight(self, kinds: Container[str]) -> BlockWeight | None:
-        """Return the matrix in blocks, if it is stored in blocks of one of these types; mapped unless rows are permuted."""
+        """Return the matrix in blocks, mapped unless rows are permuted; None if it is not stored so, or not multiplied so.
+
+        kinds: types of blocks that the compiled kernels multiply. They take rows together, so that a matrix whose number of
+        rows does not fit is dequantized once, when it is read.
+        """
         if self.stored.type.name not in kinds or len(self.shape) != 2:
+            return None
+        from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS  # here: it imports Numba, without which there are no kinds
+
+        if self.shape[0] % MULTIPLE_OF_OUTPUTS:
             return None
         from engine.checkpoint.gguf_blocks import dequantized
         from engine.kernels.block_weight import BlockWeight

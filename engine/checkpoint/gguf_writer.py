@@ -82,7 +82,12 @@ def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
             raise UnsupportedError(f"{name} {error}") from error
     import gguf
 
-    found = gguf.quants.quantize(numbers.float().numpy(), gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name]))
+    number = gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name])
+    with np.errstate(over="ignore", invalid="ignore"):  # such numbers are refused
+        found = gguf.quants.quantize(numbers.float().numpy(), number)
+        is_finite = bool(np.isfinite(gguf.quants.dequantize(found, number)).all())
+    if not is_finite:
+        raise UnsupportedError(f"{name} has numbers that are too large for {kind.name}; write it as bf16 or f32")
     return np.asarray(found)
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, OutputError
 from engine.files.element_type import UINT8
 from engine.files.gguf_header import WHAT, GgufTensor, read_header
 from engine.files.json_file import shown
@@ -49,6 +49,13 @@ class GgufFile(MappedFile):
 def is_gguf(path: Path) -> bool:
     """Return whether a path names a GGUF file."""
     return path.suffix == SUFFIX and not path.is_dir()
+
+
+def check_name(path: Path) -> None:
+    """Raise OutputError for a name by which one whole file would be taken for a part of a split model."""
+    named = _PART.fullmatch(path.name)
+    if named is not None and (int(named[2]), int(named[3])) != (1, 1):
+        raise OutputError(f"{path}: is the name of a part of a split model, and the result is one file; give another name")
 
 
 def open_gguf(path: Path) -> list[GgufFile]:

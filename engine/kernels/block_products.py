@@ -22,6 +22,7 @@ from engine.kernels.dot_products import MULTIPLY, PREPARE
 from engine.kernels.instructions import (
     FLOAT,
     FLOATS,
+    IN_ORDER,
     INDEX,
     INT,
     LANES,
@@ -126,12 +127,12 @@ class _RoundedTerms:
         )
         made, leasts = list(sums), group.leasts
         each = 2 if self._kind.halves else 1
-        scales = builder.fmul(group.scales, taken(builder, scales_x, [run // each for run in range(each * runs)]))
+        own_scales_x = taken(builder, scales_x, [run // each for run in range(each * runs)])
+        scales = builder.fmul(group.scales, own_scales_x, flags=IN_ORDER)
         if self._kind.offset and not self._kind.halves:
-            by_offset = builder.fmul(
-                group.scales, ir.Constant(ir.VectorType(FLOAT, runs), [-float(self._kind.offset)] * runs)
-            )
-            leasts = by_offset if leasts is None else builder.fadd(leasts, by_offset)
+            offsets = ir.Constant(ir.VectorType(FLOAT, runs), [-float(self._kind.offset)] * runs)
+            by_offset = builder.fmul(group.scales, offsets, flags=IN_ORDER)
+            leasts = by_offset if leasts is None else builder.fadd(leasts, by_offset, flags=IN_ORDER)
         if leasts is not None:
             made[2] = add_product(builder, made[2], leasts, sums_x)
         for run, stored in enumerate(group.stored):
@@ -159,7 +160,7 @@ class _RoundedTerms:
         while runs > 1:
             runs //= 2
             low, high = (taken(builder, sums[2], [*range(start, start + runs)]) for start in (0, runs))
-            sums = [*sums[:2], builder.fadd(low, high)]
+            sums = [*sums[:2], builder.fadd(low, high, flags=IN_ORDER)]
         return sums
 
     def total(self, sums: list[Any]) -> Any:
@@ -167,7 +168,7 @@ class _RoundedTerms:
         nothing = ir.Constant(sums[2].type, [0.0] * runs)
         places = ir.Constant(ir.VectorType(INT, 8), [lane if lane < runs else runs for lane in range(8)])
         padded = builder.shuffle_vector(sums[2], nothing, places)
-        return joined(builder, builder.fadd(sums[0], padded), sums[1])
+        return joined(builder, builder.fadd(sums[0], padded, flags=IN_ORDER), sums[1])
 
 
 class _ExactTerms:
@@ -198,7 +199,7 @@ class _ExactTerms:
         return sums
 
     def total(self, sums: list[Any]) -> Any:
-        return self._builder.fadd(*sums)
+        return self._builder.fadd(*sums, flags=IN_ORDER)
 
 
 def _numbers(builder: Any, kind: BlockKind, group: Group) -> list[Any]:
@@ -210,10 +211,10 @@ def _numbers(builder: Any, kind: BlockKind, group: Group) -> list[Any]:
         stored = taken(builder, group.stored[run], [*range(LANES * half, LANES * half + LANES)])
         whole = builder.sub(builder.zext(stored, integers), ir.Constant(integers, [kind.offset] * LANES))
         scale = builder.extract_element(group.scales, INT(each * run + (half if kind.halves else 0)))
-        weights = builder.fmul(builder.sitofp(whole, FLOATS), every(builder, scale, LANES), flags=("contract",))
+        weights = builder.fmul(builder.sitofp(whole, FLOATS), every(builder, scale, LANES), flags=IN_ORDER)
         if group.leasts is not None:
             least = every(builder, builder.extract_element(group.leasts, INT(run)), LANES)
-            weights = builder.fadd(weights, least, flags=("contract",))
+            weights = builder.fadd(weights, least, flags=IN_ORDER)
         made.append(weights)
     return made
 

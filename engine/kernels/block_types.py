@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.instructions import BYTE, FLOAT, INDEX, INT, SHORT, load, many
+from engine.kernels.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, SHORT, load, many
 from engine.kernels.processor import WIDENS_HALVES
 
 RUN = 32
@@ -168,7 +168,8 @@ def _q4_k(builder: Any, address: Any, blocks: int) -> Group:
     for part in range(4):
         stored += _nibbles(builder, load(builder, _place(builder, address, 16 + 32 * part), BYTES))
     d, least = (every(builder, builder.extract_element(both, INT(place)), 8) for place in (0, 1))
-    return Group(stored, builder.fmul(d, scales), builder.fneg(builder.fmul(least, leasts)))
+    added = builder.fneg(builder.fmul(least, leasts, flags=IN_ORDER), flags=IN_ORDER)
+    return Group(stored, builder.fmul(d, scales, flags=IN_ORDER), added)
 
 
 def _q6_k(builder: Any, address: Any, blocks: int) -> Group:
@@ -188,7 +189,7 @@ def _q6_k(builder: Any, address: Any, blocks: int) -> Group:
             turned = builder.shl(turned, shift) if plane < 2 else builder.lshr(turned, shift)
             upper = builder.and_(builder.bitcast(turned, BYTES), _same(BYTES, 48))
             stored.append(builder.or_(lower[plane % 2][plane // 2], upper))
-    return Group(stored, builder.fmul(every(builder, builder.extract_element(d, INT(0)), 16), scales))
+    return Group(stored, builder.fmul(every(builder, builder.extract_element(d, INT(0)), 16), scales, flags=IN_ORDER))
 
 
 BLOCK_KINDS = {

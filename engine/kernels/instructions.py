@@ -13,6 +13,9 @@ LANES = 16
 """Number of float32 values in a vector register."""
 FLOAT, BYTE, SHORT, INT, INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS, SHORTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir.VectorType(SHORT, LANES)
+IN_ORDER = ("contract",)
+"""Flags of operations on numbers whose order stays: those without flags may be reordered (compiling.py), by how many rows a
+product has."""
 AHEAD = {16: 8192, 8: 4096, 4: 8192}
 """Prefetch distance in bytes, for a matrix of so many bits. The processor's own prefetching stops at the end of each 4 kB,
 and out-of-order execution does not look far ahead where each byte is multiplied with several vectors."""
@@ -84,7 +87,7 @@ def add_halves(builder: Any, sums: list[Any], count: int) -> list[Any]:
     """Reduce the sums to `count` sums, by adding the second half of them to the first half as often as needed."""
     while len(sums) > count:
         half = len(sums) // 2
-        sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+        sums = [builder.fadd(a, b, flags=IN_ORDER) for a, b in zip(sums[:half], sums[half:], strict=True)]
     return sums
 
 
@@ -99,7 +102,7 @@ def added_up(builder: Any, vectors: list[Any]) -> list[Any]:
         starts = range(0, 2 * LANES, group)
         lower = [start + lane for start in starts for lane in range(group // 2)]
         upper = [start + lane for start in starts for lane in range(group // 2, group)]
-        return builder.fadd(mixed(a, b, lower), mixed(a, b, upper))
+        return builder.fadd(mixed(a, b, lower), mixed(a, b, upper), flags=IN_ORDER)
 
     four = [vectors[place % len(vectors)] for place in range(4)]
     first, second = merged(four[0], four[1], LANES), merged(four[2], four[3], LANES)
@@ -130,7 +133,7 @@ def repeated(builder: Any, value: Any, size: int) -> Any:
 
 def add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """Return total + a · b, rounded once where the processor has a fused multiply-add."""
-    return builder.fadd(total, builder.fmul(a, b, flags=("contract",)), flags=("contract",))
+    return builder.fadd(total, builder.fmul(a, b, flags=IN_ORDER), flags=IN_ORDER)
 
 
 def add_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:

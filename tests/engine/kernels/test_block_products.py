@@ -19,6 +19,7 @@ from packages_for_tests import needs_numba
 
 import engine.kernels.kernel_choice
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf import GgufView
 from engine.checkpoint.gguf_blocks import dequantized
 from engine.decoder.experts import CompiledExperts, Expert
 from engine.decoder.model import Decoder
@@ -81,6 +82,16 @@ def test_products_differ_by_the_rounding_of_the_vectors(name: str) -> None:
     assert float((y.double() - exact).norm() / exact.norm()) < 0.01
     alone = torch.cat([linear(row[None], weight, choice=DECODING) for row in x])
     assert torch.equal(alone, y), "to the bit, whatever is computed beside it"
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_row_does_not_depend_on_the_others(name: str) -> None:
+    """To the bit, on so many outputs that a sum in another order would show."""
+    weight = block_weight(name, 1028, 768)
+    x = torch.randn(7, 768).bfloat16()
+    together = linear(x, weight, choice=DECODING)
+    for count in (1, 2, 3):
+        assert torch.equal(torch.cat([linear(rows, weight, choice=DECODING) for rows in x.split(count)]), together)
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -188,6 +199,14 @@ def aligned(tmp_path: Path, family: str) -> Path:
 
 
 @needs_pairs
+def test_rows_that_the_kernels_do_not_take_together_are_dequantized_once(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(aligned(tmp_path, "mixtral"))
+    view = checkpoint._views["lm_head.weight"]
+    assert isinstance(view, GgufView) and isinstance(view.weight(tuple(kernels.BLOCK_KINDS)), BlockWeight)
+    view.shape = (view.shape[0] - 1, view.shape[1])
+    assert view.weight(tuple(kernels.BLOCK_KINDS)) is None
+
+
 @pytest.mark.parametrize("family", ["mixtral", "llama", "deepseek_v2"])
 def test_a_model_stays_in_blocks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(engine.kernels.kernel_choice.KERNELS, "compiled")
