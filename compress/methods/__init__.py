@@ -24,8 +24,10 @@ class Method:
     """Whether the method needs the whole model in memory. Other methods read it layer by layer and gain nothing from
     sharding.
     """
-    from_statistics: bool = False
-    """Whether the scores are functions of the statistics alone, so that any model that calibration reads can be scored."""
+    needs_decoder: bool = False
+    """Whether the method routes tokens by other logits than the router's, which only our own decoder does. Other methods
+    also score models that transformers runs.
+    """
     granularity: str = "expert"
     """The method scores whole experts, or each hidden "unit" of an expert."""
     keeps_groups: bool = True
@@ -33,16 +35,18 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "diep": Method("prune", "compress.methods.diep:DIEP", needs_gradients=True),
-    "naee": Method("prune", "compress.methods.naee:NAEE", scopes=("layer", "uniform"), keeps_groups=False),
-    "frequency": Method("prune", "compress.methods.saliency:FREQUENCY", from_statistics=True),
-    "probability": Method("prune", "compress.methods.saliency:PROBABILITY", from_statistics=True),
-    "reap": Method("prune", "compress.methods.saliency:REAP", from_statistics=True),
-    "man": Method("prune", "compress.methods.saliency:MAN", from_statistics=True),
-    "mc-moe": Method("prune", "compress.methods.saliency:MC_MOE", from_statistics=True),
+    "diep": Method("prune", "compress.methods.diep:DIEP", needs_gradients=True, needs_decoder=True),
+    "naee": Method(
+        "prune", "compress.methods.naee:NAEE", scopes=("layer", "uniform"), keeps_groups=False, needs_decoder=True
+    ),
+    "frequency": Method("prune", "compress.methods.saliency:FREQUENCY"),
+    "probability": Method("prune", "compress.methods.saliency:PROBABILITY"),
+    "reap": Method("prune", "compress.methods.saliency:REAP"),
+    "man": Method("prune", "compress.methods.saliency:MAN"),
+    "mc-moe": Method("prune", "compress.methods.saliency:MC_MOE"),
     "fisher": Method("prune", "compress.methods.gate_fisher:FISHER", needs_gradients=True),
     "taylor": Method("prune", "compress.methods.gate_taylor:TAYLOR", needs_gradients=True),
-    "random": Method("prune", "compress.methods.random_scores:RANDOM", from_statistics=True),
+    "random": Method("prune", "compress.methods.random_scores:RANDOM"),
     "unit-magnitude": Method("prune", "compress.methods.unit_magnitude:UNIT_MAGNITUDE", granularity="unit"),
     "unit-fisher": Method("prune", "compress.methods.unit_fisher:UNIT_FISHER", needs_gradients=True, granularity="unit"),
     "unit-obs": Method("prune", "compress.methods.unit_obs:UNIT_OBS", needs_gradients=True, granularity="unit"),

@@ -46,14 +46,14 @@ from compress.report.diep_scores import save_scores, scores_of_state
 from compress.run.job import statistics_of
 from compress.training.losses import next_token_loss, reconstruction_loss
 from compress.training.moments import restore, with_moments
-from engine.decoder.model import Decoder, Outer
+from engine.decoder.model import Decoder
 from engine.errors import DataError
 from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
-from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
+from engine.passes.layerwise import AnyDecoder, Head, LayerwiseDecoder, Route, backward, in_company
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
 
@@ -279,7 +279,7 @@ def gradients(
     own_rows, predictions = rows[own], len(rows) * (tokens_SL.shape[1] - 1)
     own_BL = tokens_SL[own_rows]
 
-    def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
+    def loss(hidden_BLD: Tensor, model: Head, part: slice) -> Tensor:
         tokens, target = own_BL[part].to(decoder.device), inputs.full.select(own_rows[part]).to(decoder.device)
         entropy = next_token_loss(hidden_BLD, model.head_VD, tokens, model.head_bias_V) / predictions
         return entropy + options.reconstruction_weight * reconstruction_loss(hidden_BLD, target) / len(rows)

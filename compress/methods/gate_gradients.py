@@ -24,23 +24,20 @@ from compress.cost.counts import OperationCounts
 from compress.cost.phases import PassCosts, Phase
 from compress.methods.inputs import MethodRun
 from compress.options.prune import PruneOptions
-from compress.training.losses import next_token_loss
-from engine.decoder.model import Decoder, Outer
+from compress.training.losses import logits_of, next_token_loss
 from engine.decoder.routing import Gated, Routing
 from engine.errors import DataError
 from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
-from engine.kernels.linear import linear
 from engine.passes import processes
-from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Loss, Route, backward, in_company
+from engine.passes.layerwise import AnyDecoder, Head, LayerwiseDecoder, Loss, Route, backward, in_company
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
 from engine.passes.streaming import chunk_tokens
+from engine.transformers_models.adapted_gradients import layerwise_decoder
 
 SAVE_EVERY_SECONDS = 20.0
-SWEEP_TOKENS = 32768
-"""Tokens that pass through all layers together where layers are read one by one; each layer is read twice per sweep."""
 
 
 class Sums:
@@ -132,7 +129,11 @@ def pass_over_text(
             _pass_over(tokens_SL.shape[1], decoder.config.vocabulary_size, sums.generator)
     saved, (count, length) = time.monotonic(), own_SL.shape
     is_layerwise = isinstance(decoder, LayerwiseDecoder)
-    size = max(1, SWEEP_TOKENS // length) if is_layerwise else budget.sequences_per_batch(length)
+    size = (
+        max(1, decoder.sweep_tokens(budget) // length)
+        if isinstance(decoder, LayerwiseDecoder)
+        else budget.sequences_per_batch(length)
+    )
     parts = [slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]
     with in_company(decoder, len(parts), tokens_SL[:1], *gated(decoder, 1)):
         for rows in progress(parts):
@@ -167,7 +168,7 @@ def _of_batch(
 def sampled_loss(decoder: AnyDecoder, tokens_BL: Tensor, generator: torch.Generator | None) -> Loss:
     """Return the negative log-likelihood of tokens that the model samples itself or, without a generator, of the text."""
 
-    def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
+    def loss(hidden_BLD: Tensor, model: Head, part: slice) -> Tensor:
         targets_BL = tokens_BL[part].to(decoder.device)
         if generator is not None:
             rows = zip(hidden_BLD.detach().split(1), targets_BL.split(1), strict=True)
@@ -194,15 +195,15 @@ def gated(decoder: AnyDecoder, sequences: int) -> tuple[Route, dict[str, Tensor]
 @torch.no_grad()
 def _sample_next(
     hidden_1LD: Tensor,
-    head_VD: Tensor,
+    head_VD: Tensor | None,
     tokens_1L: Tensor,
     generator: torch.Generator,
     bias_V: Tensor | None = None,
 ) -> Tensor:
     """Return the text with each next token replaced by one sampled from the model's prediction at that position."""
     drawn = [tokens_1L[0, :1]]
-    for hidden in hidden_1LD[0, :-1].split(chunk_tokens(len(head_VD))):
-        probabilities = linear(hidden, head_VD, bias_V).float().softmax(-1)
+    for hidden in hidden_1LD[0, :-1].split(chunk_tokens(hidden_1LD.shape[-1] if head_VD is None else len(head_VD))):
+        probabilities = logits_of(hidden, head_VD, bias_V).softmax(-1)
         drawn.append((probabilities / _waiting_times(probabilities.shape, generator)).argmax(-1))
     return torch.cat(drawn)[None]
 
@@ -225,10 +226,13 @@ def _pass_over(length: int, vocabulary: int, generator: torch.Generator) -> None
 
 
 def loaded_decoder(run: MethodRun) -> AnyDecoder:
-    """Return the decoder: whole, this process's shard or, with a memory limit, one that reads its layers one by one."""
+    """Return the decoder: whole, this process's shard or one that reads its layers one by one.
+
+    Layers are read one by one with a memory limit, and of models that transformers runs.
+    """
     prepared, device = run.prepared, run.options.device
-    if run.memory_budget.limit is not None:
-        return LayerwiseDecoder(prepared.checkpoint, prepared.dtype, device)
+    if run.memory_budget.limit is not None or not prepared.checkpoint.has_own_decoder:
+        return layerwise_decoder(prepared.checkpoint, prepared.dtype, device)
     decoder = processes.load_decoder(prepared.checkpoint, prepared.dtype, device, run.options.shard)
     decoder.checkpoint_activations = True
     return decoder

@@ -1,42 +1,53 @@
-"""Execute a Plan on a checkpoint that transformers runs: experts are removed from the files, and nothing else changes.
+"""Execute a Plan on a checkpoint that transformers runs: experts change in the files, and nothing else does.
 
-The result is a plain checkpoint of its family, under the source's own names. Every tensor is a copy of stored bytes.
+The result is a plain checkpoint of its family, under the source's own names. Every tensor is a copy of stored bytes, but for
+those of experts that lose hidden units or are merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.plans.plan import Plan, check_plan
+from torch import Tensor
+
+from compress.plans.plan import Plan, check_plan, expert_width
 from compress.plans.releasing import Releasing
 from compress.plans.selection import moe_configs
 from engine.errors import PlanError, UnsupportedError
+from engine.families.experts import DOWN
+from engine.families.tensor_names import expert_tensor
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.stored_experts import StoredResult, expert_places
+from engine.transformers_models.expert_layers import projection_names
+from engine.transformers_models.stored_experts import ResultLayer, StoredResult, expert_places
 
 _LEFT_OUT = "auto_map"
 """Config key that names code beside the source's weights, which results do not have."""
 
 
 def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
-    """Raise PlanError unless the plan fits, UnsupportedError unless it only removes as many whole experts of each layer."""
+    """Raise PlanError unless the plan fits, UnsupportedError unless its result is a plain checkpoint of the family.
+
+    Such a result has as many experts in each layer, all of one width, and each has the router row of one source expert.
+    """
     check_plan(plan, moe_configs(checkpoint.config), checkpoint.config.common_widths)
-    kept = _kept(plan)
-    is_pruning = all(expert.is_copy for own in plan.layers.values() for expert in own)
-    is_repeated = any(len(set(own)) < len(own) for own in kept.values())
-    if plan.kind != "moe" or plan.common or not is_pruning or is_repeated:
+    rows = _rows(plan)
+    is_repeated = any(None in own or len(set(own)) < len(own) for own in rows.values())
+    if plan.kind != "moe" or plan.common or is_repeated:
         raise checkpoint.refusal()
     model_type = checkpoint.model_type
-    if len(counts := {len(own) for own in plan.layers.values()}) > 1:
-        raise UnsupportedError(
-            f"{checkpoint.directory}: a model of the family {model_type} has one number of "
-            "experts in config.json, and this plan keeps "
-            f"{min(counts)} to {max(counts)} in a layer; add --uniform"
-        )
+    for counts, what, entry in (
+        ({len(own) for own in plan.layers.values()}, "in a layer", "number of experts"),
+        (_widths(plan, checkpoint), "hidden units", "width of experts"),
+    ):
+        if len(counts) > 1:
+            raise UnsupportedError(
+                f"{checkpoint.directory}: a model of the family {model_type} has one {entry} in config.json, and this plan "
+                f"keeps {min(counts)} to {max(counts)} {what}; add --uniform"
+            )
     least = checkpoint.config.architecture.least_experts
     for layer, own in plan.layers.items():
         if len(own) < least:
@@ -44,19 +55,39 @@ def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
                 f"plan, layer {layer}: keeps {len(own)} experts, and the router of a model of the "
                 f"family {model_type} needs {least}"
             )
-        _check_groups(kept[layer], checkpoint, layer)
+        _check_groups(rows[layer], checkpoint, layer)
     expert_places(checkpoint)
+    if any(not expert.is_copy for own in plan.layers.values() for expert in own):
+        checkpoint.stored_experts  # noqa: B018  raises UnsupportedError where projections are not found
+        _check_result(plan, checkpoint)
 
 
-def _kept(plan: Plan) -> dict[int, list[int]]:
-    """Return the numbers of the unchanged experts of each layer, in the plan's order."""
-    return {
-        layer: [expert.origin for expert in own if expert.is_copy and isinstance(expert.origin, int)]
-        for layer, own in plan.layers.items()
-    }
+def _rows(plan: Plan) -> dict[int, list[Any]]:
+    """Return the expert whose router row each expert of a layer has; None for another sum of rows."""
+    return {layer: [expert.copied_row for expert in own] for layer, own in plan.layers.items()}
 
 
-def _check_groups(kept: list[int], checkpoint: AdaptedCheckpoint, layer: int) -> None:
+def _widths(plan: Plan, checkpoint: AdaptedCheckpoint) -> set[int]:
+    """Return the widths of the experts of the result."""
+    moes = moe_configs(checkpoint.config)
+    return {expert_width(expert, moes[layer]) for layer, own in plan.layers.items() for expert in own}
+
+
+def _check_result(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
+    """Raise UnsupportedError unless transformers builds the tensors that the result has."""
+    (width,) = _widths(plan, checkpoint)
+    result = checkpoint.build(adapted_planned_config(plan, checkpoint)).state_dict()
+    depends = checkpoint.count_key.axes.keys() | set(projection_names(checkpoint.found))
+    for name, tensor in checkpoint.model.state_dict().items():
+        is_same = name in result and result[name].shape == tensor.shape
+        if not is_same and name not in depends:
+            raise UnsupportedError(
+                f"{checkpoint.directory}: with experts of {width} hidden units, {name} of a model of the family "
+                f"{checkpoint.model_type} would have another shape; remove whole experts"
+            )
+
+
+def _check_groups(kept: list[Any], checkpoint: AdaptedCheckpoint, layer: int) -> None:
     """Raise PlanError unless the kept experts are in order, as many of each group."""
     groups = moe_configs(checkpoint.config)[layer].groups
     found = [groups[expert] for expert in kept] if groups else []
@@ -69,8 +100,11 @@ def _check_groups(kept: list[int], checkpoint: AdaptedCheckpoint, layer: int) ->
 
 
 def adapted_planned_config(plan: Plan, checkpoint: AdaptedCheckpoint) -> dict[str, Any]:
-    """Return config.json of the result."""
+    """Return config.json of the result. Raises UnsupportedError for a width of experts that it cannot have."""
+    (width,) = _widths(plan, checkpoint)
     raw = checkpoint.count_key.changed(checkpoint.raw_config, len(next(iter(plan.layers.values()))))
+    if width != checkpoint.found.experts[0].width:
+        raw = checkpoint.width_key.changed(raw, width)
     return {key: value for key, value in raw.items() if key != _LEFT_OUT}
 
 
@@ -80,11 +114,30 @@ def apply_adapted(
     directory: Path,
     *,
     shard_bytes: int,
+    made: Mapping[str, Callable[[], Tensor]],
+    replaced: Collection[str] = (),
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> None:
-    """Write config and weights into an empty directory. Raises the errors of `check_fits_adapted`."""
+    """Write config and weights into an empty directory. Raises the errors of `check_fits_adapted`.
+
+    made: return the projections of the result's experts, by name. replaced: names of those that are not the plan's.
+    """
     check_fits_adapted(plan, checkpoint)
-    result, releasing = StoredResult(checkpoint, _kept(plan)), Releasing(checkpoint)
+    (width,), row = _widths(plan, checkpoint), checkpoint.config.architecture
+    layers = {
+        layer: ResultLayer(
+            tuple(_rows(plan)[layer]),
+            width,
+            frozenset(
+                number
+                for number, expert in enumerate(own)
+                if not expert.is_copy or expert_tensor(row, layer, number, DOWN) in replaced
+            ),
+        )
+        for layer, own in plan.layers.items()
+    }
+    result = StoredResult(checkpoint, layers, lambda *place: made[expert_tensor(row, *place)]())
+    releasing = Releasing(checkpoint)
     with ShardWriter(directory, result.layout, shard_bytes) as writer:
         for name in progress(list(result.layout)):
             writer.add_rows(name, releasing.after(result.pieces(name)))

@@ -211,9 +211,11 @@ def apply(
     written; weights that are low-bit already are copied.
     """
     if isinstance(checkpoint, AdaptedCheckpoint):
-        if replaced or quantiser is not None:
+        if quantiser is not None:
             raise checkpoint.refusal()
-        apply_adapted(plan, checkpoint, directory, shard_bytes=shard_bytes, progress=progress)
+        made = _expert_tensors(plan, checkpoint) | _given(replaced)
+        changed = frozenset(replaced or ())
+        apply_adapted(plan, checkpoint, directory, made=made, replaced=changed, shard_bytes=shard_bytes, progress=progress)
         return
     check_fits(plan, checkpoint)
     check_nothing_is_lost(plan, checkpoint)
@@ -382,13 +384,8 @@ def _origins(plan: Plan, checkpoint: Checkpoint) -> dict[str, str]:
 
 def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
     """Return a function for each tensor that is not copied under its own name; the function computes the tensor."""
-    row = checkpoint.config.architecture
-    made: dict[str, Callable[[], Tensor]] = {}
+    row, made = checkpoint.config.architecture, _expert_tensors(plan, checkpoint)
     for layer, experts in plan.layers.items():
-        for index, expert in enumerate(experts):
-            for projection in expert_parts(row):
-                name = planned_name(plan, checkpoint, layer, index, projection)
-                made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
         for name, (_, *inputs) in expert_rows(checkpoint.config, layer).items():
             if plan.kind == "moe":
                 made[name] = _deferred(_rows, checkpoint, name, experts)
@@ -399,6 +396,18 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
             name = common_tensor(checkpoint.config, layer, projection)
             made[name] = _deferred(_narrowed, checkpoint, name, projection, units)
     return made
+
+
+def _expert_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
+    """Return a function for each projection of the result's experts, by name."""
+    return {
+        planned_name(plan, checkpoint, layer, index, projection): _deferred(
+            _projection, checkpoint, layer, expert, projection
+        )
+        for layer, experts in plan.layers.items()
+        for index, expert in enumerate(experts)
+        for projection in expert_parts(checkpoint.config.architecture)
+    }
 
 
 def _narrowed(checkpoint: Checkpoint, name: str, projection: int, units: Sequence[int]) -> Tensor:

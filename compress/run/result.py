@@ -285,8 +285,8 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
         "peak_memory_bytes": peak_memory_bytes(),
         "loading_note": result.loading_note,
     }
-    if result.prediction_note is not None:
-        own["prediction_note"] = result.prediction_note
+    if (note := result.prediction_note or result.prediction_choice(source)) is not None:
+        own["prediction_note"] = note
     rounding: Mapping[str, object] = made.quantiser.figures(source, result) if made.quantiser else {}
     return cast(ModelFigures, {**own, **made.figures, **rounding})
 

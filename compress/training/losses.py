@@ -22,8 +22,13 @@ Measure = Callable[[Tensor, slice], Tensor]
 """A function from the logits [t, V] of some tokens, and the slice of these tokens, to a sum over them."""
 
 
-def head_loss(hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None = None) -> Tensor:
-    """Return Σ of `measure` over the logits head · hidden + bias; differentiable once, in all three tensors."""
+def logits_of(hidden_TD: Tensor, head_VD: Tensor | None, bias_V: Tensor | None = None) -> Tensor:
+    """Return head · hidden + bias, [T, V] in float32 or better. head_VD: None for hidden states that are logits already."""
+    return wide(hidden_TD if head_VD is None else linear(hidden_TD, head_VD, bias_V))
+
+
+def head_loss(hidden_TD: Tensor, head_VD: Tensor | None, measure: Measure, bias_V: Tensor | None = None) -> Tensor:
+    """Return Σ of `measure` over the logits (`logits_of`); differentiable once, in all three tensors."""
     loss: Tensor = _HeadLoss.apply(hidden_TD, head_VD, measure, bias_V)  # type: ignore[no-untyped-call]
     return loss
 
@@ -32,16 +37,16 @@ class _HeadLoss(torch.autograd.Function):
     """Computes value and gradients by chunks in the forward pass; the backward pass scales the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None) -> Tensor:
+    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor | None, measure: Measure, bias_V: Tensor | None) -> Tensor:
         total = hidden_TD.new_zeros((), dtype=_wide_dtype(hidden_TD))
         of_hidden, of_head, _, of_bias = ctx.needs_input_grad
         grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
-        grad_VD = torch.zeros_like(head_VD, dtype=_wide_dtype(head_VD)) if of_head else None
-        grad_V = torch.zeros_like(bias_V, dtype=_wide_dtype(head_VD)) if of_bias and bias_V is not None else None
-        step = chunk_tokens(head_VD.shape[0])
+        grad_VD = torch.zeros_like(head_VD, dtype=_wide_dtype(head_VD)) if of_head and head_VD is not None else None
+        grad_V = torch.zeros_like(bias_V, dtype=_wide_dtype(bias_V)) if of_bias and bias_V is not None else None
+        step = chunk_tokens((hidden_TD.T if head_VD is None else head_VD).shape[0])
         for start in range(0, len(hidden_TD), step):
             part = slice(start, start + step)
-            logits_TV = wide(linear(hidden_TD[part], head_VD, bias_V))
+            logits_TV = logits_of(hidden_TD[part], head_VD, bias_V)
             if not any(ctx.needs_input_grad):
                 total += measure(logits_TV, part)
                 continue
@@ -49,13 +54,13 @@ class _HeadLoss(torch.autograd.Function):
             total += value
             own_TV = own_TV.to(hidden_TD.dtype)
             if grad_TD is not None:
-                grad_TD[part] = linear(own_TV, head_VD.T)
+                grad_TD[part] = own_TV if head_VD is None else linear(own_TV, head_VD.T)
             if grad_VD is not None:
                 grad_VD += linear(own_TV.T, hidden_TD[part].T)
             if grad_V is not None:
                 grad_V += own_TV.sum(0, dtype=grad_V.dtype)
         ctx.save_for_backward(grad_TD, grad_VD, grad_V)
-        ctx.dtype = head_VD.dtype
+        ctx.dtype = (hidden_TD if head_VD is None else head_VD).dtype
         return total
 
     @staticmethod
@@ -77,7 +82,7 @@ def _with_gradient(measure: Measure, logits_TV: Tensor, part: slice) -> tuple[Te
     return value.detach(), own_TV
 
 
-def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor, bias_V: Tensor | None = None) -> Tensor:
+def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor | None, tokens_BL: Tensor, bias_V: Tensor | None = None) -> Tensor:
     """Return the cross-entropy of each next token in nats, summed over the B·(L−1) predictions."""
     hidden_TD = hidden_BLD[:, :-1].reshape(-1, hidden_BLD.shape[-1])
     targets_T = tokens_BL[:, 1:].reshape(-1)

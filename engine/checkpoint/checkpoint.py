@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.checkpoint.block_float8 import SCALES
-from engine.checkpoint.gguf import GgufModel
+from engine.checkpoint.gguf import GgufModel, GgufView
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.pack_quantized import PACKED, QuantizedView
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; other commands need the checkpoint behind it"
 _RELEASE_EVERY_BYTES = 64 << 20
+EMBEDDINGS = "model.embed_tokens.weight"
 
 
 class Checkpoint(ModelDirectory):
@@ -118,7 +119,7 @@ class Checkpoint(ModelDirectory):
             if isinstance(view, StoredView) and (file := by_name.get(f"{name}{SCALES}")) is not None:
                 view.scales = Scales(file, f"{name}{SCALES}", block)
                 view.scales.check(view, f"{self.directory}: tensor {name}")
-                view.element = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].element
+                view.element = by_name[EMBEDDINGS].entries[EMBEDDINGS].element
 
     def _quantised_views(self, by_name: Mapping[str, MappedFile]) -> dict[str, QuantizedView]:
         renamed = names_on_disk(self.config)
@@ -162,9 +163,11 @@ class Checkpoint(ModelDirectory):
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor as a plain one; a low-bit tensor is dequantized to `dtype`, by default the dtype of its scales."""
         stored = self.stored(name, dtype)
-        from engine.kernels.quantized_weight import QuantizedWeight  # here: it imports torch, headers are read without
+        from engine.kernels.quantized_weight import QuantizedWeight, as_tensor  # here: headers are read without torch
 
-        return stored.dequantised(dtype or stored.scales_OC.dtype) if isinstance(stored, QuantizedWeight) else stored
+        if not isinstance(stored, QuantizedWeight):
+            return as_tensor(stored)
+        return stored.dequantised(dtype or stored.scales_OC.dtype)
 
     @cached_property
     def _multiplied(self) -> frozenset[str]:
@@ -222,7 +225,7 @@ class Checkpoint(ModelDirectory):
     @property
     def model_element(self) -> ElementType:
         """Element type of the embeddings."""
-        return self.element("model.embed_tokens.weight")
+        return self.element(EMBEDDINGS)
 
     @property
     def bytes(self) -> int:
@@ -252,13 +255,20 @@ class Checkpoint(ModelDirectory):
         """Return the bytes of weights that are resident together; None for weights that are read tensor by tensor."""
         return None
 
-    def kept_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+    def kept_bytes(self, tokens: int, dtype: torch.dtype, *, gradients: bool) -> int:
         """Return the bytes of hidden states that a pass keeps in memory besides its batch: none, they go to files."""
         return 0
+
+    has_own_decoder = True
+    """Whether our own decoder is built from it, and not transformers' model."""
 
     @property
     def prediction_note(self) -> str | None:
         """A sentence about layers for multi-token prediction that do not fit config.json; None where there are none."""
+        return None
+
+    def prediction_choice(self, source: Checkpoint) -> str | None:
+        """A sentence about how the experts of layers for multi-token prediction were chosen; None where none are there."""
         return None
 
     def release(self) -> None:
@@ -306,10 +316,10 @@ class Checkpoint(ModelDirectory):
         """Raise CheckpointError if one weight, as it is read, holds NaN or infinity."""
         import torch
 
-        from engine.kernels.quantized_weight import QuantizedWeight
+        from engine.kernels.quantized_weight import QuantizedWeight, as_tensor
 
         stored = self.stored(name)
-        tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else stored
+        tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else as_tensor(stored)
         for part in in_parts(tensor, _RELEASE_EVERY_BYTES):
             low, high = torch.aminmax(part)  # one fast read; NaN propagates
             if not bool(low.isfinite() & high.isfinite()):
@@ -337,15 +347,23 @@ class Checkpoint(ModelDirectory):
         row = self.config.architecture
         return lambda name: self.tensor(name, dtype).to(device=device, dtype=computed_dtype(row, name, dtype))
 
-    def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Weight]:
-        """Return a function from name to weight for a decoder: as `source`, but low-bit matrices stay low-bit and mapped."""
+    def weights(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", block_types: Container[str] = ()
+    ) -> Callable[[str], Weight]:
+        """Return a function from name to weight for a decoder: as `source`, but low-bit matrices stay low-bit and mapped.
+
+        block_types: types of a GGUF file's blocks whose matrices stay in blocks. Others are dequantized when they are read.
+        """
         from engine.kernels.quantized_weight import moved  # here: it imports torch, headers are read without
 
         source = self.source(dtype, device)
 
         def weight(name: str) -> Weight:
-            is_kept = name in self._multiplied and self.scheme(name) is not None
-            return moved(self.stored(name), dtype, device) if is_kept else source(name)
+            view, is_multiplied = self._views[name], name in self._multiplied
+            if isinstance(view, GgufView) and (is_multiplied or name == EMBEDDINGS):
+                in_blocks = view.weight(block_types)
+                return source(name) if in_blocks is None else in_blocks
+            return moved(self.stored(name), dtype, device) if is_multiplied and self.scheme(name) else source(name)
 
         return weight
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from shutil import copyfile, rmtree
 from tempfile import mkdtemp
@@ -35,6 +35,8 @@ from engine.files.model_files import check_inside
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from engine.kernels.block_weight import BlockWeight
 
 SAME_FILE = "its metadata and tensors must be of the same model"
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -198,16 +200,26 @@ class GgufView(StoredView):
         own = stored if self.place.expert is None else stored[self.place.expert]
         return own if self.place.part is None else own[self.place.part]
 
+    def _in_order(self) -> Tensor:
+        """Return the same in the family's order of rows."""
+        return self.own_part() if self.place.heads is None else unpaired(self.own_part(), self.place.heads)
+
     def _numbers(self, dtype: torch.dtype | None) -> Tensor:
         """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
         from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
 
-        own = self.own_part()
-        if self.place.heads is not None:
-            own = unpaired(own, self.place.heads)
-        if not self.is_quantized:
-            return own
-        return dequantized(own, self.stored.type, dtype or self.element.torch)
+        own = self._in_order()
+        return dequantized(own, self.stored.type, dtype or self.element.torch) if self.is_quantized else own
+
+    def weight(self, kinds: Container[str]) -> BlockWeight | None:
+        """Return the matrix in blocks, if it is stored in blocks of one of these types; mapped unless rows are permuted."""
+        if self.stored.type.name not in kinds or len(self.shape) != 2:
+            return None
+        from engine.checkpoint.gguf_blocks import dequantized
+        from engine.kernels.block_weight import BlockWeight
+
+        blocks = self._in_order().view(self.shape[0], -1)
+        return BlockWeight(blocks, self.stored.type.name, self.shape[1], partial(dequantized, kind=self.stored.type))
 
 
 class AbsorbedView(GgufView):
@@ -225,6 +237,9 @@ class AbsorbedView(GgufView):
 
     def _expected(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.count, self.latent.value_dimension, self.latent.key_value_rank
+
+    def weight(self, kinds: Container[str]) -> None:
+        """None: the matrix is made of two."""
 
     @property
     def stored_names(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears, multiplies_bfloat16
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, frozen, frozen_tensor
+from engine.kernels.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 Cache = KeyValueCache | PagedBatch
 
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         self.qk_norm, self.zero_centered = config.qk_norm, config.zero_centered
         self.has_gate = config.output_gate
 
-        def weight(name: str) -> nn.Parameter | QuantizedWeight:
+        def weight(name: str) -> nn.Parameter | LowBitWeight:
             return frozen(tensor(f"{prefix}.{name}"))
 
         def optional(name: str, present: bool) -> nn.Parameter | None:

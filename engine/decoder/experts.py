@@ -32,7 +32,7 @@ from engine.kernels.linear import (
     plain,
     serves_rows,
 )
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, frozen, frozen_tensor
+from engine.kernels.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
 
@@ -95,7 +95,7 @@ class Expert(nn.Module):
         return self.gate_FD.shape[0]
 
     @property
-    def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+    def projections(self) -> tuple[nn.Parameter | LowBitWeight, ...]:
         """Gate, up and down, followed by their biases if there are any, in the order of their indices."""
         biases = (self.gate_F, self.up_F, self.down_D)
         return self.gate_FD, self.up_FD, self.down_DF, *(bias for bias in biases if bias is not None)
@@ -151,7 +151,7 @@ class CompiledExperts:
         self._ends = (0, 0)
         """Where the first and the last weight lie."""
         self._clamp: tuple[float, float] | None = None
-        self._form: tuple[int, int] | None = None
+        self._form: tuple[int | str, int] | None = None
         """Storage form of the weights; None for experts that the kernels do not support."""
         self._takes_many = False
         """Whether the kernels for many tokens support all matrices."""

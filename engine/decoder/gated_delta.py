@@ -34,7 +34,7 @@ from engine.families.layer_config import GatedDeltaConfig
 from engine.families.tensor_names import GATED_DELTA, SPLIT_GATED_DELTA, attention_prefix
 from engine.kernels.kernel_choice import KernelChoice
 from engine.kernels.linear import as_bfloat16, linear, linears
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, frozen, frozen_tensor
+from engine.kernels.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 BLOCK = GatedDeltaConfig.block
 """Number of positions in one block."""
@@ -76,7 +76,7 @@ class GatedDelta(nn.Module):
         self.inputs, self.numbers = frozen(projections[0]), frozen_tensor(projections[1])
 
     @property
-    def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+    def projections(self) -> tuple[nn.Parameter | LowBitWeight, ...]:
         """The projections of the layer's input, in the order of `names`."""
         return self.inputs, self.numbers
 
@@ -165,7 +165,7 @@ class SplitGatedDelta(GatedDelta):
         self.strength_HD, self.decay_HD = frozen_tensor(projections[2]), frozen_tensor(projections[3])
 
     @property
-    def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+    def projections(self) -> tuple[nn.Parameter | LowBitWeight, ...]:
         """The projections of the layer's input, in the order of `names`."""
         return self.inputs, self.gate, self.strength_HD, self.decay_HD
 

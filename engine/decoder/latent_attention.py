@@ -27,7 +27,7 @@ from engine.families.config import DecoderConfig
 from engine.families.tensor_names import LATENT_UP
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import is_emulated, linear, linears
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, frozen, frozen_tensor
+from engine.kernels.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, independent of the config."""
@@ -53,7 +53,7 @@ class LatentAttention(nn.Module):
         def parameter(name: str, present: bool = True) -> nn.Parameter | None:
             return frozen_tensor(tensor(f"{prefix}.{name}")) if present else None
 
-        def weight(name: str) -> nn.Parameter | QuantizedWeight:
+        def weight(name: str) -> nn.Parameter | LowBitWeight:
             return frozen(tensor(f"{prefix}.{name}"))
 
         has_rank = config.latent.query_rank > 0

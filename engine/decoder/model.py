@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,10 +63,11 @@ from engine.families.tensor_names import (
     shared_gate_tensor,
     shared_tensor,
 )
+from engine.kernels.block_weight import BlockWeight, frozen_embedding
 from engine.kernels.devices import keep_few_shapes
 from engine.kernels.kernel_choice import TORCH, KernelChoice
-from engine.kernels.linear import linear, plain
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen, frozen_tensor
+from engine.kernels.linear import embedding, linear, plain
+from engine.kernels.quantized_weight import LowBitWeight, Weight, as_tensor, frozen, frozen_tensor
 
 TensorSource = Callable[[str], Weight]
 FINAL_NORM = "model.norm"
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         """made: called with each layer and its index before the next layer is made."""
         super().__init__()
         self.config = config
-        self.embedding_VD = frozen_tensor(tensor("model.embed_tokens.weight"))
+        self.embedding = frozen_embedding(tensor("model.embed_tokens.weight"))
         self.layers = nn.ModuleList()
         for index in range(len(config.layers)):
             layer = DecoderLayer(config, index, tensor)
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
             if made is not None:
                 made(index, layer)
         self.norm, self.norm_bias = _norm(config, FINAL_NORM, tensor)
-        self.head = self.embedding_VD if config.tied_embeddings else frozen(tensor("lm_head.weight"))
+        self.head = self.embedding if config.tied_embeddings else frozen(tensor("lm_head.weight"))
         self.head_bias_V = frozen_tensor(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
         self._step = DecodeStep(config, self.layers)
@@ -139,7 +139,13 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.embedding_VD.device
+        return self.norm.device
+
+    @property
+    def embedding_VD(self) -> nn.Parameter:
+        """Embeddings of a decoder whose weights are not in blocks."""
+        assert isinstance(self.embedding, nn.Parameter)
+        return self.embedding
 
     @property
     def head_VD(self) -> Tensor:
@@ -149,7 +155,7 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Compute dtype."""
-        return self.embedding_VD.dtype
+        return self.norm.dtype
 
     @cached_property
     def weights_bytes(self) -> int:
@@ -168,7 +174,7 @@ class Decoder(nn.Module):
         """
         read: float = _weights_bytes(self)
         if not self.config.tied_embeddings:
-            read -= self.embedding_VD.nbytes - self.embedding_VD[0].nbytes
+            read -= self.embedding.nbytes * (1.0 - 1.0 / self.embedding.shape[0])
         moes = [layer.moe for layer in self.config.layers if layer.moe is not None]
         for block, moe, skipped in zip(self.moe_blocks, moes, skipped_shares, strict=True):
             used = min(moe.experts_per_token, moe.experts) * (1.0 - skipped)
@@ -177,7 +183,7 @@ class Decoder(nn.Module):
 
     def kernels_needed(self, kernels: Any) -> list[Any]:
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
-        low_bit = {module.bits for module in self.modules() if isinstance(module, QuantizedWeight)}
+        low_bit = sorted({module.kind for module in self.modules() if isinstance(module, LowBitWeight)}, key=str)
         has_delta = any(isinstance(module, GatedDelta) for module in self.modules())
         needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels), has_delta=has_delta)
         return needed
@@ -202,7 +208,7 @@ class Decoder(nn.Module):
         choice: kernels that compute the products. one_by_one: whether rotary scalings treat each token as the last one
         of its text.
         """
-        x_BLD = embedded(self.config, tokens_BL, self.embedding_VD)
+        x_BLD = embedded(self.config, tokens_BL, self.embedding, self.dtype)
         if isinstance(cache, PagedBatch):
             positions = paged_positions(self.config, self.rotary, cache, x_BLD)
         else:
@@ -256,9 +262,11 @@ def _weights_bytes(module: nn.Module) -> int:
     return sum(weight.nbytes for weight in (*module.parameters(), *module.buffers()))
 
 
-def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> Tensor:
-    """Return the first layer's input, [B, L, D]."""
-    return times(F.embedding(tokens_BL, embedding_VD), config.multipliers.embedding)
+def embedded(
+    config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor | BlockWeight, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the first layer's input, [B, L, D]. dtype: that of rows in blocks."""
+    return times(embedding(tokens_BL, embedding_VD, dtype or torch.float32), config.multipliers.embedding)
 
 
 def final_norm(

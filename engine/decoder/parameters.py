@@ -29,9 +29,9 @@ from engine.families.tensor_names import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.kernels.quantized_weight import QuantizedWeight
+from engine.kernels.quantized_weight import LowBitWeight
 
-Named = tuple[str, nn.Parameter | QuantizedWeight]
+Named = tuple[str, nn.Parameter | LowBitWeight]
 """A weight and its name."""
 
 
@@ -79,7 +79,7 @@ def _parameters(weights: Iterable[Named]) -> Iterator[tuple[str, nn.Parameter]]:
 def _attention(attention: nn.Module) -> Iterator[Named]:
     if isinstance(attention, LightningAttention):
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
-        named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
+        named: dict[str, nn.Parameter | LowBitWeight | None] = dict(zip(LIGHTNING, own, strict=True))
     elif isinstance(attention, GatedDelta):
         named = dict(zip(attention.names, _gated_delta(attention), strict=True))
     elif isinstance(attention, ShortConvolution):
@@ -92,12 +92,12 @@ def _attention(attention: nn.Module) -> Iterator[Named]:
     return ((name, weight) for name, weight in named.items() if weight is not None)
 
 
-def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | LowBitWeight, ...]:
     decays = attention.decay_bias_H, attention.log_rate_H
     return *attention.projections, attention.filter_C1K, *decays, attention.norm_V, attention.output
 
 
-def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
+def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | LowBitWeight | None]:
     return {
         "q_a_proj.weight": attention.query_down,
         "q_a_proj.bias": attention.query_down_bias,
@@ -112,7 +112,7 @@ def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWei
     }
 
 
-def _grouped(attention: Attention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
+def _grouped(attention: Attention) -> dict[str, nn.Parameter | LowBitWeight | None]:
     return {
         "q_proj.weight": attention.query,
         "q_proj.bias": attention.query_bias,

@@ -44,7 +44,14 @@ from engine.generation.sampling import penalised_rows, sample
 from engine.generation.speculative import Reader, Speculation
 from engine.generation.text_stream import TextStream, plain_text
 from engine.kernels.devices import resolve_device, set_threads
-from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, PROMPT, KernelChoice, prepare_decoding
+from engine.kernels.kernel_choice import (
+    COMPILED_MAX_ROWS,
+    DECODING,
+    PROMPT,
+    KernelChoice,
+    block_types_multiplied,
+    prepare_decoding,
+)
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
@@ -166,7 +173,8 @@ class Engine:
         if isinstance(checkpoint, AdaptedCheckpoint):
             decoder = AdaptedDecoder(checkpoint, computed, progress)
         else:
-            decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
+            blocks = block_types_multiplied(computed, place)
+            decoder = Decoder(config, checkpoint.weights(computed, place, blocks)).eval()
         if computed != checkpoint.model_dtype or place.type != "cpu":
             checkpoint.release()  # all weights were copied
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):

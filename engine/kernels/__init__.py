@@ -5,7 +5,8 @@ here. Importing this package loads nothing. Start with `linear`, which chooses b
 read `compiled`, which holds the functions that call the kernels.
 
 Each file of the compiled kernels for the CPU (Numba, optional: `pip install moe-compress[fast]`) has one task: `products`
-and `dot_products` (matrices times a few vectors), `low_bit` (matrices of 8 and 4 bits), `panels` (matrices times many
+and `dot_products` (matrices times a few vectors), `low_bit` (matrices of 8 and 4 bits), `block_products` (matrices in GGUF's
+blocks, whose layouts are in `block_types`), `panels` (matrices times many
 vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts), `attention`,
 `gated_delta` (linear attention), and `step` (all layers for one token).
 Each file begins with the record that its kernels are given. `compiling` decides when a kernel is compiled, and

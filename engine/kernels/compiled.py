@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import attention, expert_panels, experts, low_bit, panels, step
+from engine.kernels import attention, block_products, expert_panels, experts, low_bit, panels, step
 from engine.kernels import gated_delta as delta_kernels
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
+from engine.kernels.block_types import BLOCK_KINDS
 from engine.kernels.cache_directory import cache_directory
 from engine.kernels.compiling import KERNELS, Kernel, prepare
 from engine.kernels.experts import EXPERT, EXPERTS
-from engine.kernels.forms import PLAIN, form_address, form_kernels
+from engine.kernels.forms import BLOCKS, PLAIN, Form, form_address, form_kernels
 from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS, ROUNDED
 from engine.kernels.panels import multiplies_many
 from engine.kernels.parallel import TABLE_ADDRESS, threads_used, use_threads
@@ -29,6 +30,8 @@ from engine.kernels.products import PRODUCTS
 from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
 
 __all__ = [
+    "BLOCKS",
+    "BLOCK_KINDS",
     "GROUP_SIZES",
     "HEAD_NORM",
     "KERNELS",
@@ -41,6 +44,7 @@ __all__ = [
     "ROUNDED",
     "WHOLE_NORM",
     "attend",
+    "block_products",
     "cache_directory",
     "decode",
     "dequantized",
@@ -58,7 +62,7 @@ __all__ = [
 ]
 Address = int
 Place = tuple[Address, Address]
-"""Addresses of a weight's values and of its scales. Plain weights have no scales (0)."""
+"""Addresses of a weight's values and of its scales. Plain weights have no scales (0); those in blocks have their form."""
 
 cache_directory()
 
@@ -82,7 +86,7 @@ def products(
     weights: Sequence[Place],
     outputs: Sequence[int],
     inputs: int,
-    form: tuple[int, int] = PLAIN,
+    form: Form = PLAIN,
     *,
     many: bool = False,
 ) -> Any:
@@ -126,7 +130,7 @@ def swiglu(
     chosen_TS: Any,
     weights_TS: Any,
     hidden: int,
-    form: tuple[int, int] = PLAIN,
+    form: Form = PLAIN,
     clamp: tuple[float, float] | None = None,
     scales_TS: Any = None,
     *,
@@ -165,7 +169,7 @@ def swiglu(
     return y_TD
 
 
-def dequantized(weight: Place, shape: tuple[int, int], form: tuple[int, int]) -> Any:
+def dequantized(weight: Place, shape: tuple[int, int], form: Form) -> Any:
     """Return the dequantized matrix [O, I] of a low-bit weight, as the bits of bfloat16. Each weight is rounded once."""
     y_OI = np.empty(shape, np.uint16)
     job = _record(low_bit.WIDENED, kernels=TABLE_ADDRESS, form=form_address(form), values=weight[0], scales=weight[1])
@@ -323,12 +327,12 @@ def load_parts(layers: Any) -> None:
             kernel.load()
 
 
-def needed(bits: Iterable[int], *, is_whole: bool = True, has_delta: bool = False) -> list[Kernel]:
-    """Return the kernels that decode with weights of these bits.
+def needed(kinds: Iterable[int | str], *, is_whole: bool = True, has_delta: bool = False) -> list[Kernel]:
+    """Return the kernels that decode with weights of these bits, or in blocks of these types.
 
     is_whole: whether to add the kernel of all layers. has_delta: whether to add that of the gated delta rule.
     """
-    every = [kernel for each in sorted({16, *bits}, reverse=True) for kernel in form_kernels(each)]
+    every = [kernel for each in dict.fromkeys((16, *kinds)) for kernel in form_kernels(each)]
     every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, attention.attend]
     every += [step.decode] if is_whole else []
     every += [delta_kernels.gated_delta] if has_delta else []

@@ -13,7 +13,6 @@ import numpy as np
 from engine.kernels.arithmetic import narrow, narrow_pair, wide_vector
 from engine.kernels.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.experts import EXPERT_BYTES, expert_at, experts_at, unit
-from engine.kernels.forms import form_at
 from engine.kernels.instructions import LANES
 from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, pairs
 from engine.kernels.panels import pack, panel_rows, panels, plain_rows, turned
@@ -162,14 +161,14 @@ def pack_experts_block(address: Any, panel: Any) -> None:
 def unit_panels_block(address: Any, place: Any) -> None:
     """Compute some hidden units of one expert, for all its panels."""
     job = experts_at(address)
-    form, table, hidden = form_at(job.form), kernels_at(job.kernels), job.hidden
+    table, hidden = kernels_at(job.kernels), job.hidden
     panels_N = numba.carray(integers(job.panels), (job.count + 1,))
     block_2 = numba.carray(integers(job.unit_blocks + 16 * place), (2,))
     expert, first = block_2[0], block_2[1]
     own = expert_at(job.experts + expert * EXPERT_BYTES)
     count = min(job.block_rows, own.width - first)
-    gate_weights = plain_rows(form, own.gate, first, count, hidden)
-    up_weights = plain_rows(form, own.up, first, count, hidden)
+    gate_weights = plain_rows(job.form, own.gate, first, count, hidden)
+    up_weights = plain_rows(job.form, own.up, first, count, hidden)
     begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))
     vectors_P = numba.carray(integers(job.panel_vectors), (panels_N[job.count],))
     middle_begins_P = numba.carray(integers(job.middle_begins), (panels_N[job.count] + 1,))
@@ -208,7 +207,7 @@ def down_panels_block(address: Any, place: Any) -> None:
 @helper
 def _add_expert(job: Any, chosen: Any, first: Any, count: Any, y_TW: Any) -> None:
     """Add `count` outputs of one expert to the outputs of its tokens."""
-    form, table, size = form_at(job.form), kernels_at(job.kernels), job.block_rows
+    table, size = kernels_at(job.kernels), job.block_rows
     panels_N, own = numba.carray(integers(job.panels), (job.count + 1,)), expert_at(job.experts + chosen * EXPERT_BYTES)
     width = own.width
     begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))
@@ -216,7 +215,7 @@ def _add_expert(job: Any, chosen: Any, first: Any, count: Any, y_TW: Any) -> Non
     middle_begins_P = numba.carray(integers(job.middle_begins), (panels_N[job.count] + 1,))
     tokens_Z = numba.carray(integers(job.tokens_of_places), (job.members,))
     weights_Z = numba.carray(floats(job.weights_of_places), (job.members,))
-    weights = plain_rows(form, own.down, first, count, width)
+    weights = plain_rows(job.form, own.down, first, count, width)
     for panel in range(panels_N[chosen], panels_N[chosen + 1]):
         begin, vectors = begins_P[panel], vectors_P[panel]
         down_WZ = np.zeros((size, LANES * vectors), np.float32)

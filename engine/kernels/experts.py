@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.kernels.arithmetic import exp, narrow, wide_vector
 from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.forms import form_at
+from engine.kernels.forms import form_at, form_of
 from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
 from engine.kernels.parallel import kernels_at, loop_for
 from engine.kernels.products import MATRIX, block_rows, row_bytes, row_scale_bytes, vector_bytes
@@ -112,7 +112,7 @@ def _sort(chosen_TS: Any, ends_N: Any) -> Any:
 def _prepare_members(job: Any, chosen_TS: Any, ends_N: Any, place_TS: Any, target: Any) -> None:
     """Write each member's prepared vector to its place, and its number to `place_TS`."""
     form, hidden, begins_N = form_at(job.form), job.hidden, ends_N.copy()
-    size = vector_bytes(hidden, form.bits)
+    size = vector_bytes(hidden, form)
     scales_TS = numba.carray(floats(job.scales), (job.tokens, job.slots))
     scaled_D = np.empty(hidden, np.float32)
     for token in range(job.tokens):
@@ -154,19 +154,19 @@ def swiglu(address: Any) -> None:
     ends_N, place_TS = np.zeros(job.count + 1, np.int64), np.empty((job.tokens, job.slots), np.int64)
     used_N = _sort(chosen_TS, ends_N)
     members, used = ends_N[-1], used_N.shape[0]
-    x_M = aligned(members * vector_bytes(job.hidden, form.bits))
+    x_M = aligned(members * vector_bytes(job.hidden, form))
     _prepare_members(job, chosen_TS, ends_N, place_TS, address_of(x_M))
     unit_ends, middle_begins_M = np.empty(used + 1, np.int64), np.empty(members + 1, np.int64)
     _place_units(job, used_N, ends_N, unit_ends, middle_begins_M)
     units = unit_ends[-1]
     middle = np.empty(middle_begins_M[-1], np.float32)
-    prepared_middle = aligned(vector_bytes(middle_begins_M[-1], form.bits))
+    prepared_middle = aligned(vector_bytes(middle_begins_M[-1], form))
     job.used, job.used_count, job.ends, job.places = address_of(used_N), used, address_of(ends_N), address_of(place_TS)
     job.unit_ends, job.middle_begins = address_of(unit_ends), address_of(middle_begins_M)
     job.prepared, job.middle, job.prepared_middle = address_of(x_M), address_of(middle), address_of(prepared_middle)
     size = block_rows(units, job.threads, form.bits)
     job.members, job.block_rows = members, size
-    loop = loop_for(table, units * row_bytes(job.hidden, form.bits))
+    loop = loop_for(table, units * row_bytes(job.hidden, form))
     call(loop, (table.units_block, address, (units + size - 1) // size))
     call(loop, (table.middle_block, address, members))
     size = block_rows(job.hidden, job.threads, form.bits)
@@ -202,17 +202,22 @@ def units_block(address: Any, place: Any) -> None:
 
 
 @helper
+def _multiply(form_address: Any, matrix: Any, first: Any, given: Any) -> None:
+    """Multiply matrix rows from `first` on. given: the arguments of `MULTIPLY` after those about the weights."""
+    form, inputs = form_at(form_of(form_address, matrix)), given[1]
+    values, scales = first * row_bytes(inputs, form), first * row_scale_bytes(inputs, form.group)
+    call(form.multiply, (matrix.values + values, matrix.scales + scales, form.group, *given))
+
+
+@helper
 def _compute_units(job: Any, expert: Any, first: Any, count: Any) -> None:
     """Compute `count` hidden units of one expert, for all its members."""
-    form, hidden = form_at(job.form), job.hidden
-    ends_N = numba.carray(integers(job.ends), (job.count + 1,))
+    hidden, ends_N = job.hidden, numba.carray(integers(job.ends), (job.count + 1,))
     begin, rows = ends_N[expert], ends_N[expert + 1] - ends_N[expert]
-    x, own = job.prepared + begin * vector_bytes(hidden, form.bits), expert_at(job.experts + expert * EXPERT_BYTES)
-    values, scales = first * row_bytes(hidden, form.bits), first * row_scale_bytes(hidden, form.group)
+    x, own = job.prepared + begin * vector_bytes(hidden, form_at(job.form)), expert_at(job.experts + expert * EXPERT_BYTES)
     gate, up = np.empty((rows, count), np.float32), np.empty((rows, count), np.float32)
-    given = (form.group, count, hidden, x, rows)
-    call(form.multiply, (own.gate.values + values, own.gate.scales + scales, *given, address_of(gate), count))
-    call(form.multiply, (own.up.values + values, own.up.scales + scales, *given, address_of(up), count))
+    _multiply(job.form, own.gate, first, (count, hidden, x, rows, address_of(gate), count))
+    _multiply(job.form, own.up, first, (count, hidden, x, rows, address_of(up), count))
     if own.gate_bias != 0:
         _add_bias(own.gate_bias, first, count, gate)
         _add_bias(own.up_bias, first, count, up)
@@ -231,7 +236,7 @@ def middle_block(address: Any, member: Any) -> None:
     form = form_at(job.form)
     middle_begins_M = numba.carray(integers(job.middle_begins), (job.members + 1,))
     begin, end = middle_begins_M[member], middle_begins_M[member + 1]
-    call(form.prepare, (job.middle + 4 * begin, end - begin, job.prepared_middle + vector_bytes(begin, form.bits)))
+    call(form.prepare, (job.middle + 4 * begin, end - begin, job.prepared_middle + vector_bytes(begin, form)))
 
 
 @kernel(BLOCK)
@@ -247,10 +252,9 @@ def down_block(address: Any, place: Any) -> None:
     for chosen in used_N:
         begin, rows = ends_N[chosen], ends_N[chosen + 1] - ends_N[chosen]
         own = expert_at(job.experts + chosen * EXPERT_BYTES)
-        width, middle = own.width, job.prepared_middle + vector_bytes(middle_begins_M[begin], form.bits)
-        values, scales = first * row_bytes(width, form.bits), first * row_scale_bytes(width, form.group)
-        given = (form.group, count, width, middle, rows, address_of(down_MW) + 4 * begin * wide, wide)
-        call(form.multiply, (own.down.values + values, own.down.scales + scales, *given))
+        width, middle = own.width, job.prepared_middle + vector_bytes(middle_begins_M[begin], form)
+        given = (count, width, middle, rows, address_of(down_MW) + 4 * begin * wide, wide)
+        _multiply(job.form, own.down, first, given)
         if own.down_bias != 0:
             _add_bias(own.down_bias, first, count, down_MW[begin : begin + rows])
     places_TS = numba.carray(integers(job.places), (job.tokens, job.slots))

@@ -1,25 +1,38 @@
 """Forms of weights, and for each form the kernels that multiply, prepare vectors and widen.
 
-A form is two numbers: the bits of a weight, and the number of weights that share a scale. The kernels of a form are loaded
-when a product with such weights is first requested.
+A form is two values: the bits of a weight, or the name of a type of blocks, and the number of weights that share a scale.
+The kernels of a form are loaded when a product with such weights is first requested. Matrices in blocks that are multiplied
+in one call may be of several types: the call has the form BLOCKS, and each matrix names its own.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.kernels.compiling import KERNELS, Kernel
+from engine.kernels.block_types import BLOCK_KINDS, RUN
+from engine.kernels.compiling import KERNELS, Kernel, inline
+from engine.kernels.dot_products import VALUE_BYTES
 from engine.kernels.memory import record_at
+from engine.kernels.processor import MULTIPLIES_INTEGERS
 
-PLAIN = (16, 1)
+Form = tuple[int | str, int]
+PLAIN: Form = (16, 1)
 """The form of bfloat16, whose values have no scales."""
+BLOCKS: Form = ("blocks", RUN)
+"""The form of matrices in blocks, which contain their scales."""
+_ROUNDED_BYTES = 5
+"""Bytes of four values of a vector that is rounded to 8 bits: each 32 have a scale and a sum."""
 FORM = np.dtype(
     [
-        ("bits", np.int64),
+        ("bits", np.int64),  # of a weight; nominal for blocks
         ("group", np.int64),  # weights that share a scale
+        ("numbers", np.int64),  # weights of a block, or that share a byte
+        ("bytes", np.int64),  # of so many weights
+        ("vector", np.int64),  # bytes of four values of a prepared vector
+        ("by_matrix", np.int64),  # whether each matrix has the address of its own form in the place of scales
         ("multiply", np.int64),  # addresses of kernels
         ("prepare", np.int64),
         ("widen", np.int64),  # 0 for plain weights
@@ -28,26 +41,56 @@ FORM = np.dtype(
 form_at = record_at(FORM)
 
 
-def form_kernels(bits: int) -> list[Kernel]:
-    """Return the kernels for weights of so many bits: multiply, prepare and, for low-bit weights, widen."""
-    names = (
-        ("multiply_plain", "prepare_plain")
-        if bits == 16
-        else (f"{name}_{bits}" for name in ("multiply", "prepare", "widen"))
+@inline
+def form_of(form: Any, matrix: Any) -> Any:
+    """Return the address of the form of a matrix, given that of the call."""
+    return matrix.scales if form_at(form).by_matrix else form
+
+
+class _Row(NamedTuple):
+    """A form's numbers, and names of its kernels. Fields: as in FORM."""
+
+    bits: int
+    numbers: int
+    bytes: int
+    vector: int
+    multiply: str = ""
+    prepare: str = ""
+    widen: str = ""
+
+
+def _row(kind: int | str) -> _Row:
+    if kind == 16:
+        return _Row(16, 1, 2, 4 * VALUE_BYTES, "multiply_plain", "prepare_plain")
+    if isinstance(kind, int):
+        return _Row(kind, 8 // kind, 1, _ROUNDED_BYTES, f"multiply_{kind}", f"prepare_{kind}", f"widen_{kind}")
+    vector, prepare, exact = (
+        (_ROUNDED_BYTES, "prepare_blocks", "") if MULTIPLIES_INTEGERS else (16, "prepare_wide", "exact_")
     )
-    return [KERNELS[name] for name in names]
+    if kind == BLOCKS[0]:
+        return _Row(8, 1, 1, vector, prepare=prepare)
+    block = BLOCK_KINDS[kind]
+    return _Row(8, block.numbers, block.bytes, vector, f"multiply_{exact}{block.key}", prepare, f"widen_{block.key}")
+
+
+def form_kernels(kind: int | str) -> list[Kernel]:
+    """Return the kernels for weights of so many bits, or in blocks of this type: multiply, prepare and, if any, widen."""
+    row = _row(kind)
+    return [KERNELS[name] for name in (row.multiply, row.prepare, row.widen) if name]
 
 
 @cache
-def _record(form: tuple[int, int]) -> Any:
-    record, kernels = np.zeros(1, FORM), form_kernels(form[0])
-    record["bits"], record["group"] = form
-    for name, kernel in zip(("multiply", "prepare", "widen"), kernels, strict=False):
-        record[name] = kernel.address
+def _record(form: Form) -> Any:
+    record, row = np.zeros(1, FORM), _row(form[0])
+    for name in ("bits", "numbers", "bytes", "vector"):
+        record[name] = getattr(row, name)
+    record["group"], record["by_matrix"] = form[1], form == BLOCKS
+    for name in ("multiply", "prepare", "widen"):
+        record[name] = KERNELS[own].address if (own := getattr(row, name)) else 0
     return record
 
 
 @cache
-def form_address(form: tuple[int, int]) -> int:
+def form_address(form: Form) -> int:
     """Return the address of the form's record, which stays the same."""
     return int(_record(form).ctypes.data)

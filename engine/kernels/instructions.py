@@ -12,7 +12,7 @@ from llvmlite import ir
 LANES = 16
 """Number of float32 values in a vector register."""
 FLOAT, BYTE, SHORT, INT, INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+FLOATS, INTS, SHORTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir.VectorType(SHORT, LANES)
 AHEAD = {16: 8192, 8: 4096, 4: 8192}
 """Prefetch distance in bytes, for a matrix of so many bits. The processor's own prefetching stops at the end of each 4 kB,
 and out-of-order execution does not look far ahead where each byte is multiplied with several vectors."""
@@ -48,6 +48,17 @@ def widened(builder: Any, address: Any, size: int) -> Any:
     half = ir.Constant(many(INT, size), 16 if size == 1 else [16] * size)
     bits = builder.zext(load(builder, address, many(SHORT, size)), many(INT, size))
     return builder.bitcast(builder.shl(bits, half), many(FLOAT, size))
+
+
+def narrowed(builder: Any, values: Any) -> Any:
+    """Return the bits of the bfloat16 values that are nearest to 16 float32 values, with ties to even, as `narrow`."""
+
+    def each(value: int) -> Any:
+        return ir.Constant(INTS, [value] * LANES)
+
+    bits = builder.bitcast(values, INTS)
+    odd = builder.and_(builder.lshr(bits, each(16)), each(1))
+    return builder.trunc(builder.lshr(builder.add(builder.add(bits, each(0x7FFF)), odd), each(16)), SHORTS)
 
 
 def loop(builder: Any, start: Any, end: Any, step: int, values: list[Any], body: Any) -> list[Any]:

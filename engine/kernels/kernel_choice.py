@@ -7,7 +7,7 @@ the pass's choice; without one, torch computes it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -106,6 +106,12 @@ def prepare_decoding(
         return
     _load(kernels, [] if needed is None else needed(kernels), progress)
     _many_pay()
+
+
+def block_types_multiplied(dtype: torch.dtype, device: torch.device) -> Container[str]:
+    """Return the types of GGUF's blocks that the kernels multiply as they are stored; none without kernels."""
+    kernels = _load_kernels() if dtype == torch.bfloat16 and device.type == "cpu" else None
+    return () if kernels is None else tuple(kernels.BLOCK_KINDS)
 
 
 def loaded_kernels() -> Any:

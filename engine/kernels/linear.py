@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.block_weight import BlockWeight
 from engine.kernels.kernel_choice import TORCH, KernelChoice, is_served, loaded_kernels
-from engine.kernels.quantized_weight import QuantizedWeight, Weight
+from engine.kernels.quantized_weight import LowBitWeight, Weight
 
 WIDEN_FROM_ROWS = 4
 """Minimum number of rows for widening. Fewer rows are multiplied one by one: each reads the weight once, which costs less
@@ -62,6 +63,8 @@ def linears(
     rows = x.numel() // x.shape[-1]
     kernels, many = choice.for_products(rows, x), choice.takes_many(rows)
     form = kernel_form(kernels, weights) if kernels is not None and serves_rows(kernels, weights, many=many) else None
+    if form is None and kernels is not None and len(weights) > 1:  # weights of several forms
+        return [linear(x, weight, bias, choice) for weight, bias in zip(weights, biases, strict=True)]
     if form is None:
         return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
@@ -86,7 +89,9 @@ def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 def transposed_linear(x_TI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return x·W + b in x's dtype, for a matrix that is stored with one row for each input."""
-    if is_emulated(weight_IO) and x_TI.shape[0] >= WIDEN_FROM_ROWS:
+    if torch.is_grad_enabled() and (x_TI.requires_grad or weight_IO.requires_grad):
+        y_TO = x_TI.float() @ weight_IO.float() if is_emulated(weight_IO) else x_TI @ weight_IO
+    elif is_emulated(weight_IO) and x_TI.shape[0] >= WIDEN_FROM_ROWS:
         inputs, outputs = weight_IO.shape
         wide_TI, y_TO = x_TI.float(), x_TI.new_zeros(x_TI.shape[0], outputs, dtype=torch.float32)
         step = max(1, BLOCK_ELEMENTS // outputs)
@@ -104,47 +109,39 @@ def serves_rows(kernels: Any, weights: Sequence[Weight], *, many: bool) -> bool:
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Return the matrix of a weight: a low-bit weight is dequantized to `dtype`, another weight is returned unchanged."""
-    if not isinstance(weight, QuantizedWeight):
+    if not isinstance(weight, LowBitWeight):
         return weight
-    kernels = loaded_kernels() if dtype == torch.bfloat16 and is_served(weight.scales_OC) and _lies_packed(weight) else None
-    if kernels is not None and weight.group_size % kernels.ROUNDED == 0:
-        return as_bfloat16(kernels.dequantized(weight.addresses, weight.shape, (weight.bits, weight.group_size)))
-    return weight.dequantised(dtype)
+    kernels = loaded_kernels() if dtype == torch.bfloat16 else None
+    form = None if kernels is None else weight.widened_form(kernels)
+    if kernels is None or form is None:
+        return weight.dequantised(dtype)
+    return as_bfloat16(kernels.dequantized(weight.addresses, weight.shape, form))
 
 
-def _lies_packed(weight: QuantizedWeight) -> bool:
-    """Return whether the rows lie without gaps."""
-    return weight.packed_OB.is_contiguous() and weight.packed_OB.shape[1] * 8 == weight.shape[1] * weight.bits
+def embedding(tokens: Tensor, weight_VD: Tensor | BlockWeight, dtype: torch.dtype) -> Tensor:
+    """Return the rows of the tokens, […, D]: those of a plain matrix as they are, others dequantized to `dtype`."""
+    if isinstance(weight_VD, Tensor):
+        return F.embedding(tokens, weight_VD)
+    return plain(weight_VD.taken(tokens.flatten()), dtype).view(*tokens.shape, -1)
 
 
-def kernel_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int, int] | None:
+def kernel_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int | str, int] | None:
     """Return the form that all these weights share, as the kernels need it; None if the kernels cannot serve the weights."""
     forms = {
-        _packed_form(kernels, each) if isinstance(each, QuantizedWeight) else _plain_form(kernels, each) for each in weights
+        each.product_form(kernels) if isinstance(each, LowBitWeight) else _plain_form(kernels, each) for each in weights
     }
     return forms.pop() if len(forms) == 1 else None
 
 
-def _plain_form(kernels: Any, weight: Tensor) -> tuple[int, int] | None:
+def _plain_form(kernels: Any, weight: Tensor) -> tuple[int | str, int] | None:
     trains = torch.is_grad_enabled() and weight.requires_grad
-    form: tuple[int, int] = kernels.PLAIN
+    form: tuple[int | str, int] = kernels.PLAIN
     return form if is_served(weight) and not trains else None
 
 
-def _packed_form(kernels: Any, weight: QuantizedWeight) -> tuple[int, int] | None:
-    served = (
-        kernels.MULTIPLIES_INTEGERS
-        and is_served(weight.scales_OC)
-        and _lies_packed(weight)
-        and weight.shape[0] % kernels.MULTIPLE_OF_OUTPUTS == 0
-        and weight.group_size in kernels.GROUP_SIZES
-    )
-    return (weight.bits, weight.group_size) if served else None
-
-
 def addresses(weight: Weight) -> tuple[int, int]:
-    """Return the addresses of a weight's values and of its scales; 0 if the weight has no scales."""
-    return weight.addresses if isinstance(weight, QuantizedWeight) else (weight.data_ptr(), 0)
+    """Return the addresses of a weight's values and of its scales, or for blocks of its form; 0 for neither."""
+    return weight.addresses if isinstance(weight, LowBitWeight) else (weight.data_ptr(), 0)
 
 
 def as_bfloat16(bits: Any) -> Tensor:

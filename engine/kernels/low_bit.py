@@ -37,6 +37,7 @@ from engine.kernels.instructions import (
     load,
     loop,
     many,
+    narrowed,
     parts,
     repeated,
     spread,
@@ -177,7 +178,7 @@ class _MatrixRow:
 
 
 class _Rounded:
-    """One of the vectors that `_round` writes, as a tile reads it."""
+    """One of the vectors that `round_values` writes, as a tile reads it."""
 
     def __init__(self, builder: Any, address: Any, inputs: Any, place: int) -> None:
         self._builder = builder
@@ -242,11 +243,7 @@ def _wide_group(bits: int) -> Any:
         for values in stored:
             signed = builder.sub(builder.zext(values, numbers), each(1 << (bits - 1)))
             wide = builder.sitofp(signed, ir.VectorType(FLOAT, size))
-            product = builder.bitcast(builder.fmul(wide, repeated(builder, scale, size)), numbers)
-            # Values are rounded to the nearest bfloat16 with ties to even, as in `narrow`.
-            odd = builder.and_(builder.lshr(product, each(16)), each(1))
-            upper = builder.lshr(builder.add(builder.add(product, each(0x7FFF)), odd), each(16))
-            made.append(builder.trunc(upper, ir.VectorType(SHORT, size)))
+            made.append(narrowed(builder, builder.fmul(wide, repeated(builder, scale, size))))
         in_turns = [place // 2 + place % 2 * size for place in range(ROUNDED)]
         order = ir.Constant(ir.VectorType(INT, ROUNDED), in_turns if bits == 4 else [*range(ROUNDED)])
         short = builder.shuffle_vector(*made, order)
@@ -315,11 +312,11 @@ def multiply_4(
 
 
 @inline
-def _round(values: Any, inputs: Any, bits: Any, target: Any) -> None:
+def round_values(values: Any, inputs: Any, in_pairs: Any, offset: Any, target: Any) -> None:
     """Round each 32 float32 values to 8 bits.
 
     The I bytes are followed by two rows of float32, with one number for each 32 values: the scales, and scale · Σ rounded ·
-    2^(bits−1). For 4-bit weights, which are stored two in a byte, the first of each two values precede the second ones: in
+    offset. in_pairs: for weights that are stored two in a byte, the first of each two values precede the second ones: in
     runs of 128 values for whole chunks, then in runs of 32.
     """
     groups = inputs // ROUNDED
@@ -341,24 +338,24 @@ def _round(values: Any, inputs: Any, bits: Any, target: Any) -> None:
             value = np.int32(np.rint(values_I[index] * inverse))
             total += value
             place = index
-            if bits == 4:
+            if in_pairs:
                 within = index % run
                 place = index - within + within // 2 + (run // 2 if within % 2 else 0)
             rounded_I[place] = np.int8(value)
         scales_G[group] = scale
-        offsets_G[group] = scale * np.float32(total) * np.float32(1 << (bits - 1))
+        offsets_G[group] = scale * np.float32(total) * offset
 
 
 @kernel(PREPARE)
 def prepare_8(values: Any, inputs: Any, target: Any) -> None:
     """Prepare a vector for 8-bit weights."""
-    _round(values, inputs, 8, target)
+    round_values(values, inputs, False, np.float32(128.0), target)
 
 
 @kernel(PREPARE)
 def prepare_4(values: Any, inputs: Any, target: Any) -> None:
     """Prepare a vector for 4-bit weights."""
-    _round(values, inputs, 4, target)
+    round_values(values, inputs, True, np.float32(8.0), target)
 
 
 @kernel(WIDEN)

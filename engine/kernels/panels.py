@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.arithmetic import as_float, narrow, narrow_pair
 from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.forms import form_at
+from engine.kernels.forms import form_at, form_of
 from engine.kernels.instructions import FLOATS, INDEX, INT, INTS, LANES, add_pairs, at, fetch, load, loop
 from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS
 from engine.kernels.memory import address_of, aligned, call, halves, integers, keep, pairs
@@ -200,10 +200,14 @@ def pack(x: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any) -> None:
 
 
 @helper
-def plain_rows(form: Any, matrix: Any, first: Any, count: Any, inputs: Any) -> Any:
-    """Return the bits of `count` matrix rows in bfloat16, contiguous: the rows in place, or a copy for low-bit rows."""
+def plain_rows(form_address: Any, matrix: Any, first: Any, count: Any, inputs: Any) -> Any:
+    """Return the bits of `count` matrix rows in bfloat16, contiguous: the rows in place, or a copy for low-bit rows.
+
+    form_address: the FORM of the call.
+    """
+    form = form_at(form_of(form_address, matrix))
     if form.bits == 16:
-        return numba.carray(halves(matrix.values + first * row_bytes(inputs, 16)), (count * inputs,))
+        return numba.carray(halves(matrix.values + first * row_bytes(inputs, form)), (count * inputs,))
     rows = np.empty(count * inputs, np.uint16)
     call(form.widen, (matrix.values, matrix.scales, form.group, first, count, inputs, address_of(rows)))
     return rows
@@ -252,14 +256,14 @@ def pack_block(address: Any, panel: Any) -> None:
 def panel_products_block(address: Any, block: Any) -> None:
     """Multiply some rows of the matrices, counted through all matrices, with all panels."""
     job = products_at(address)
-    form, size, inputs = form_at(job.form), job.block_rows, job.inputs
+    size, inputs = job.block_rows, job.inputs
     ends_M = numba.carray(integers(job.ends), (job.count,))
     first, begin = block * size, 0
     for matrix, end in enumerate(ends_M):
         last = min(end, (block + 1) * size)
         if first < last:
             count, own = last - first, matrix_at(job.matrices + matrix * MATRIX_BYTES)
-            weights = plain_rows(form, own, first - begin, count, inputs)
+            weights = plain_rows(job.form, own, first - begin, count, inputs)
             _multiply_panels(job, weights, count, first)
             first = last
         begin = end

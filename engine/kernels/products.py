@@ -9,8 +9,7 @@ import numpy as np
 
 from engine.kernels.arithmetic import narrow, wide_vector, widen
 from engine.kernels.compiling import BLOCK, JOB, inline, kernel
-from engine.kernels.dot_products import VALUE_BYTES
-from engine.kernels.forms import form_at
+from engine.kernels.forms import form_at, form_of
 from engine.kernels.memory import address_of, aligned, call, halves, integers, keep, record_at
 from engine.kernels.parallel import kernels_at, loop_for
 
@@ -20,7 +19,7 @@ longer a thread stays with it. Low-bit matrices have up to twice as many rows, w
 BLOCKS_OF_A_THREAD = 8
 """Minimum number of blocks of each thread, if rows suffice, so that threads end together."""
 MATRIX = np.dtype([("values", np.int64), ("scales", np.int64)])
-"""Addresses of a matrix. Plain matrices have no scales (0)."""
+"""Addresses of a matrix. Plain matrices have no scales (0), and matrices in blocks their own FORM in this place."""
 matrix_at = record_at(MATRIX)
 MATRIX_BYTES = MATRIX.itemsize
 PRODUCTS = np.dtype(
@@ -48,15 +47,15 @@ products_at = record_at(PRODUCTS)
 
 
 @inline
-def vector_bytes(inputs: Any, bits: Any) -> Any:
-    """Return the bytes of a vector that is prepared for weights of so many bits."""
-    return VALUE_BYTES * inputs if bits == 16 else inputs + inputs // 4
+def vector_bytes(inputs: Any, form: Any) -> Any:
+    """Return the bytes of a vector that is prepared for weights of this form."""
+    return inputs * form.vector // 4
 
 
 @inline
-def row_bytes(inputs: Any, bits: Any) -> Any:
+def row_bytes(inputs: Any, form: Any) -> Any:
     """Return the bytes of a matrix row's weights."""
-    return inputs * bits // 8
+    return inputs // form.numbers * form.bytes
 
 
 @inline
@@ -79,7 +78,7 @@ def products(address: Any) -> None:
     """Prepare the vectors and multiply them block by block."""
     job = products_at(address)
     form, table = form_at(job.form), kernels_at(job.kernels)
-    own = vector_bytes(job.inputs, form.bits)
+    own = vector_bytes(job.inputs, form)
     prepared = aligned(job.rows * own)
     for row in range(job.rows):
         wide_I = wide_vector(job.x + 2 * row * job.inputs, job.inputs)
@@ -92,7 +91,7 @@ def products(address: Any) -> None:
         blocks += (end - begin + size - 1) // size
         begin = end
     job.prepared, job.block_rows = address_of(prepared), size
-    loop = loop_for(table, ends_M[-1] * row_bytes(job.inputs, form.bits))
+    loop = loop_for(table, ends_M[-1] * row_bytes(job.inputs, form))
     call(loop, (table.products_block, address, blocks))
     keep(prepared)
 
@@ -101,7 +100,7 @@ def products(address: Any) -> None:
 def products_block(address: Any, block: Any) -> None:
     """Multiply some rows of one matrix with all vectors."""
     job = products_at(address)
-    form, size, inputs = form_at(job.form), job.block_rows, job.inputs
+    size, inputs = job.block_rows, job.inputs
     ends_M = numba.carray(integers(job.ends), (job.count,))
     matrix, begin, before = 0, 0, 0
     while block >= before + (ends_M[matrix] - begin + size - 1) // size:
@@ -112,7 +111,8 @@ def products_block(address: Any, block: Any) -> None:
     count = min(size, ends_M[matrix] - first)
     wide_TW = np.empty((job.rows, size), np.float32)
     own = matrix_at(job.matrices + matrix * MATRIX_BYTES)
-    weights = own.values + (first - begin) * row_bytes(inputs, form.bits)
+    form = form_at(form_of(job.form, own))
+    weights = own.values + (first - begin) * row_bytes(inputs, form)
     scales = own.scales + (first - begin) * row_scale_bytes(inputs, form.group)
     given = (weights, scales, form.group, count, inputs, job.prepared, job.rows, address_of(wide_TW), size)
     call(form.multiply, given)

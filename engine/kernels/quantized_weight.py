@@ -8,9 +8,13 @@ Shape suffixes: O outputs, D inputs, B bytes of a row, C groups of a row, M weig
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.kernel_choice import is_served
 from engine.kernels.scheme import WHOLE_ROW
 
 _SHARES = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8)}
@@ -19,11 +23,39 @@ _ROUND_ELEMENTS = 1 << 20
 """Number of weights that are rounded at a time. It limits the memory of the temporary values."""
 
 
-class QuantizedWeight(nn.Module):
-    """A low-bit weight [O, D] in the place of a parameter. Its bytes stay where and as they were given.
+class LowBitWeight(nn.Module):
+    """A weight [O, D] in the place of a parameter, which products read as it is stored.
 
     It is a module, so that its buffers move between devices and are counted together with the parameters.
     """
+
+    kind: int | str
+    """Bits of a weight, or the name of a type of blocks."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @property
+    @abstractmethod
+    def addresses(self) -> tuple[int, int]:
+        """Two addresses, from which the kernels read the weight."""
+
+    @abstractmethod
+    def product_form(self, kernels: Any) -> Any:
+        """Return the form in which the kernels multiply the weight; None if they cannot."""
+
+    @abstractmethod
+    def widened_form(self, kernels: Any) -> Any:
+        """Return the form in which the kernels widen the weight to bfloat16; None if they cannot."""
+
+    @abstractmethod
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized weight [O, D], rounded once to `dtype`."""
+
+
+class QuantizedWeight(LowBitWeight):
+    """A weight of 8 or 4 bits. Its bytes stay where and as they were given."""
 
     packed_OB: Tensor
     """uint8. With 4 bits the first of two weights is in the low half. A row may end in unused bytes."""
@@ -31,11 +63,10 @@ class QuantizedWeight(nn.Module):
     """Scales of any floating dtype. The scales of a row are contiguous."""
 
     def __init__(self, packed_OB: Tensor, scales_OC: Tensor, bits: int, inputs: int) -> None:
-        super().__init__()
+        super().__init__((packed_OB.shape[0], inputs))
         self.register_buffer("packed_OB", packed_OB)
         self.register_buffer("scales_OC", scales_OC)
-        self.bits = bits
-        self.shape = (packed_OB.shape[0], inputs)
+        self.bits = self.kind = bits
 
     @property
     def group_size(self) -> int:
@@ -46,6 +77,27 @@ class QuantizedWeight(nn.Module):
     def addresses(self) -> tuple[int, int]:
         """Return the addresses of the first row's bytes and scales."""
         return self.packed_OB.data_ptr(), self.scales_OC.data_ptr()
+
+    def product_form(self, kernels: Any) -> Any:
+        """Return the form in which the kernels multiply the weight; None if they cannot."""
+        served = (
+            kernels.MULTIPLIES_INTEGERS
+            and self._is_served
+            and self.shape[0] % kernels.MULTIPLE_OF_OUTPUTS == 0
+            and self.group_size in kernels.GROUP_SIZES
+        )
+        return (self.bits, self.group_size) if served else None
+
+    def widened_form(self, kernels: Any) -> Any:
+        """Return the form in which the kernels widen the weight to bfloat16; None if they cannot."""
+        served = self._is_served and self.group_size % kernels.ROUNDED == 0
+        return (self.bits, self.group_size) if served else None
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether the kernels read the scales, and the rows lie without gaps."""
+        has_gaps = self.packed_OB.shape[1] * 8 != self.shape[1] * self.bits
+        return is_served(self.scales_OC) and self.packed_OB.is_contiguous() and not has_gaps
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [O, D], rounded once to `dtype`."""
@@ -64,12 +116,12 @@ class QuantizedWeight(nn.Module):
         return f"{self.shape[0]}, {self.shape[1]}, bits={self.bits}, group_size={self.group_size}"
 
 
-Weight = Tensor | QuantizedWeight
+Weight = Tensor | LowBitWeight
 
 
-def frozen(weight: Weight) -> nn.Parameter | QuantizedWeight:
+def frozen(weight: Weight) -> nn.Parameter | LowBitWeight:
     """Return a weight in the form that a module keeps as an attribute."""
-    return weight if isinstance(weight, QuantizedWeight) else nn.Parameter(weight, requires_grad=False)
+    return weight if isinstance(weight, LowBitWeight) else nn.Parameter(weight, requires_grad=False)
 
 
 def as_tensor(weight: Weight) -> Tensor:
@@ -85,7 +137,7 @@ def frozen_tensor(weight: Weight) -> nn.Parameter:
 
 def moved(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Weight:
     """Return the weight on this device, and in this dtype unless it is low-bit. A weight that fits is returned itself."""
-    return weight.to(device) if isinstance(weight, QuantizedWeight) else weight.to(device=device, dtype=dtype)
+    return weight.to(device) if isinstance(weight, LowBitWeight) else weight.to(device=device, dtype=dtype)
 
 
 def quantise(weight_OD: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype = torch.float32) -> QuantizedWeight:

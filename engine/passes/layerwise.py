@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,11 +35,27 @@ Route = Callable[[int, Routing, slice], Routing]
 """Function from (number of the MoE layer, its own routing, slice of sequences) to the routing to use instead."""
 Observe = Mapping[int, UnitObserver]
 """Observers of hidden units, by decoder layer index."""
-Loss = Callable[[Tensor, Decoder | Outer, slice], Tensor]
+
+
+class Head(Protocol):
+    """The end of a model, behind the hidden states that a loss is given."""
+
+    @property
+    def head_VD(self) -> Tensor | None:
+        """Its matrix; None where the hidden states are logits already."""
+
+    @property
+    def head_bias_V(self) -> Tensor | None:
+        """Its bias, or None."""
+
+
+Loss = Callable[[Tensor, Head, slice], Tensor]
 """Function that returns a part of the loss.
 
 Its arguments are the hidden states after the last norm [B, L, D], the model for its head, and the slice of sequences.
 """
+SWEEP_TOKENS = 32768
+"""Tokens that pass through all layers together where layers are read one by one."""
 
 
 class LayerwiseDecoder:
@@ -84,6 +100,23 @@ class LayerwiseDecoder:
                     normed[rows] = outer.hidden_states(states[rows].to(self.device))
         return normed
 
+    def sweep_tokens(self, budget: MemoryBudget) -> int:
+        """Return the number of tokens that pass through all layers together; each layer is read twice per sweep."""
+        return SWEEP_TOKENS
+
+    def backward(
+        self,
+        tokens_SL: Tensor,
+        seen: tuple[Route, Observe],
+        loss: Loss,
+        trained: Mapping[str, Tensor],
+        generator: torch.Generator | None,
+        directory: Path | None,
+        budget: MemoryBudget,
+    ) -> float:
+        """Add the gradient of Σ loss to .grad of the `trained` tensors; return the loss. The arguments are `backward`'s."""
+        return _Pass(self, tokens_SL, seen, loss, trained, generator, directory, budget).run()
+
 
 AnyDecoder = Decoder | LayerwiseDecoder
 
@@ -107,7 +140,7 @@ def backward(
     `generator` is the random generator of `loss`.
     """
     if isinstance(model, LayerwiseDecoder):
-        return _Pass(model, tokens_SL, (route, observe), loss, trained, generator, directory, budget).run()
+        return model.backward(tokens_SL, (route, observe), loss, trained, generator, directory, budget)
     total = 0.0
     for rows in budget.batches(*tokens_SL.shape):
         routings = [route(number, block.routing, rows) for number, block in enumerate(model.moe_blocks)]

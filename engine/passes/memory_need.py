@@ -73,7 +73,7 @@ def budget_for(limit: int | None, checkpoint: Checkpoint, demand: MemoryDemand) 
     interpreter = math.ceil((resident + LOADED_LATER_BYTES) / ROUNDED_TO) * ROUNDED_TO
     piece = _largest_piece(checkpoint, demand)
     fixed = interpreter + piece + _logits_bytes(checkpoint) + KEPT_AT_ONCE * KEPT_WITHIN_LIMIT_BYTES + demand.other_bytes
-    fixed += checkpoint.kept_bytes(demand.tokens, demand.dtype)
+    fixed += checkpoint.kept_bytes(demand.tokens, demand.dtype, gradients=demand.gradients)
     tokens = UNLIMITED.tokens_per_batch
     while tokens > demand.length and fixed + batch_bytes(checkpoint, demand, tokens) > limit:
         tokens = max(demand.length, tokens // 2)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.decoder.experts import MoeBlock, route_through
+from engine.decoder.experts import MoeBlock, grouped, route_through
 from engine.decoder.routing import NO_EXPERT, Gate, Selection, Skipping, select, sigmoid_shares, softmax
 from engine.errors import UnsupportedError
 from engine.kernels.kernel_choice import TORCH, KernelChoice
@@ -160,6 +160,7 @@ class AdaptedBlock(MoeBlock):
         self._router, self.module = model.get_submodule(layer.router), model.get_submodule(layer.experts)
         self.experts = cast("nn.ModuleList", StackedExperts(self.module))
         self.observer = self.expert_observer = self.unit_observer = None
+        self.scales_inputs = False
 
     @property
     def hidden_size(self) -> int:
@@ -199,7 +200,9 @@ class AdaptedBlock(MoeBlock):
 
     def _computed(self, x_TD: Tensor, selection: Selection) -> Tensor:
         """Return the output of the chosen experts, [T, D]."""
-        return route_through(x_TD, selection, self.experts, self.expert_observer)
+        if self.unit_observer is None:
+            return route_through(x_TD, selection, self.experts, self.expert_observer)
+        return self.unit_observer.output(grouped(x_TD, selection, self.experts, units=self.unit_observer.units))
 
     def outputs(self, x_TD: Tensor) -> Iterator[Tensor]:
         """Yield each expert's output for all tokens, [T, D], with a weight of one."""

@@ -7,7 +7,7 @@ decoder layer by transformers' own conversion of names. Weights are loaded layer
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,11 @@ from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.classifiers import classified
+from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS
 from engine.families.resolve import load_transformers_config
 from engine.families.table import ARCHITECTURES
+from engine.families.tensor_names import expert_parts, expert_tensor
 from engine.families.wrappers import WRAPPERS
 from engine.files.element_type import ElementType
 from engine.files.finite import can_check, is_finite
@@ -33,14 +35,20 @@ from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import open_shards
 from engine.passes import heap
+from engine.passes.layerwise import SWEEP_TOKENS
 from engine.transformers_models.adapted_block import OwnRouting
 from engine.transformers_models.adapted_config import adapted_config, text_path
-from engine.transformers_models.expert_layers import CountKey, FoundLayers, find_count_key, find_layers, skeleton
+from engine.transformers_models.config_keys import CountKey, WidthKey, find_count_key, find_width_key
+from engine.transformers_models.expert_layers import FoundLayers, find_layers, skeleton
 from engine.transformers_models.experts_implementation import StackedExperts
 from engine.transformers_models.interface_families import classes_of, has_interface
+from engine.transformers_models.stack_of import generic
+from engine.transformers_models.stored_experts import StoredExperts
 from engine.transformers_models.transformers_model import quiet_transformers
 
 _RELEASE_EVERY_BYTES = 64 << 20
+SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
+"""Bytes of the states before every layer that a pass with gradients keeps in memory, without and with a memory limit."""
 _PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
 """Config keys of the number of layers for multi-token prediction."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -87,6 +95,8 @@ class AdaptedCheckpoint(Checkpoint):
         self._by_name, self.files = self._stored, [*files]
         self._check_names()
 
+    has_own_decoder = False
+
     @property
     def model_type(self) -> str:
         """model_type of config.json."""
@@ -112,6 +122,19 @@ class AdaptedCheckpoint(Checkpoint):
             return find_count_key(self.raw_config, self.build, self.found, text_path(self.model.config))
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.directory}: {error}") from error
+
+    @cached_property
+    def width_key(self) -> WidthKey:
+        """The entry of config.json with the width of experts."""
+        try:
+            return find_width_key(self.raw_config, self.build, self.found, text_path(self.model.config))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.directory}: {error}") from error
+
+    @cached_property
+    def stored_experts(self) -> StoredExperts:
+        """The projections of experts in the files. Raises UnsupportedError where they are not found there."""
+        return StoredExperts(self)
 
     # Names
 
@@ -262,6 +285,26 @@ class AdaptedCheckpoint(Checkpoint):
         """Return a tensor of the files under its name there, memory-mapped."""
         return self._stored[name].tensor(name)
 
+    @cached_property
+    def _projections(self) -> dict[str, tuple[int, int, int]]:
+        """Layer, expert and projection by the name that an expert's projection has in the families with a row."""
+        row = self.config.architecture
+        return {
+            expert_tensor(row, layer, expert, part): (layer, expert, part)
+            for layer, count in self.config.experts_by_layer.items()
+            for expert in range(count)
+            for part in expert_parts(row)
+        }
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a projection of an expert by the name that it has in the families with a row.
+
+        Raises UnsupportedError for any other name.
+        """
+        if name not in self._projections:
+            raise self.refusal()
+        return self.stored_experts.projection(*self._projections[name])
+
     @property
     def stored_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of every tensor of the files, under its name there."""
@@ -316,8 +359,17 @@ class AdaptedCheckpoint(Checkpoint):
     def prediction_note(self) -> str | None:
         """A sentence where layers for multi-token prediction have more experts than config.json says, else None."""
         (count,) = {layer.count for layer in self.found.experts}
-        found = [_EXPERT.search(name) for name in self.stored_shapes.keys() - self.targets.keys()]
+        beyond = self.stored_shapes.keys() - self.targets.keys()
+        found = [_EXPERT.search(name) for name in beyond]
         most = max((int(each[1]) + 1 for each in found if each is not None), default=0)
+        shapes = {_end(name): self.stored_shapes[name] for name in self.targets if ".experts." in name}
+        if most <= count and any(
+            shapes.get(_end(name), own) != own for name in beyond for own in [self.stored_shapes[name]]
+        ):
+            return (
+                "layers for multi-token prediction keep experts of the source's shape, which is not that of config.json; "
+                "programs that run these layers cannot load them, and transformers leaves them out"
+            )
         if most <= count:
             return None
         return (
@@ -325,9 +377,29 @@ class AdaptedCheckpoint(Checkpoint):
             "programs that run these layers cannot load them, and transformers leaves them out"
         )
 
-    def kept_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the hidden states of all text before and after a layer, which a pass keeps in memory."""
-        return 2 * tokens * int(self.config.transformers_config.hidden_size) * dtype.itemsize
+    def prediction_choice(self, source: Checkpoint) -> str | None:
+        """A sentence where experts of layers for multi-token prediction were removed; self: the result. Else None."""
+        there = self.stored_shapes.keys() - self.targets.keys()
+        if self.prediction_note is not None or self.config.experts_per_layer == source.config.experts_per_layer:
+            return None
+        if not any(".experts." in name for name in there):
+            return None
+        return (
+            "transformers does not run the layers for multi-token prediction, so their experts have no statistics; they "
+            f"keep those that layer {self.found.experts[-1].index} keeps, and their drafts may be accepted less often"
+        )
+
+    def kept_bytes(self, tokens: int, dtype: torch.dtype, *, gradients: bool) -> int:
+        """Return the bytes of the hidden states that a pass keeps in memory.
+
+        These are those of all text before and after a layer and, for gradients, those of some text before every layer and
+        their gradients.
+        """
+        kept = 2 * tokens * _state_bytes(self.config, dtype)
+        if not gradients:
+            return kept
+        together = min(tokens, sweep_tokens(self.config, dtype, is_limited=True))
+        return max(kept, together * (len(self.config.layers) + 2) * _state_bytes(self.config, dtype))
 
     def piece_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of weights that are resident together: what is around the layers, and the largest layer.
@@ -371,7 +443,7 @@ class AdaptedCheckpoint(Checkpoint):
         """Raise UnsupportedError."""
         raise self.refusal()
 
-    def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu", block_types: Container[str] = ()) -> Any:
         """Raise UnsupportedError."""
         raise self.refusal()
 
@@ -379,9 +451,23 @@ class AdaptedCheckpoint(Checkpoint):
         """Return the error of a command that needs our own decoder."""
         return UnsupportedError(
             f"{self.directory}: a model of the family {self.model_type} runs through transformers here, where `compress "
-            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate` and uniform pruning of whole experts "
-            "(`compress prune --granularity expert --uniform`) work"
+            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate`, `merge` and uniform pruning "
+            "(`compress prune --uniform`) work"
         )
+
+
+def sweep_tokens(config: DecoderConfig, dtype: torch.dtype, *, is_limited: bool) -> int:
+    """Return the number of tokens whose states before every layer are in memory together in a pass with gradients.
+
+    is_limited: whether the run has a memory limit. A sweep has at least one sequence.
+    """
+    most = SWEEP_BYTES_WITHIN_LIMIT if is_limited else SWEEP_BYTES
+    return max(1, min(SWEEP_TOKENS, most // (len(config.layers) * _state_bytes(config, dtype))))
+
+
+def _state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the hidden state of one token."""
+    return int(config.transformers_config.hidden_size) * dtype.itemsize
 
 
 def _check_known(raw: Mapping[str, Any]) -> None:
@@ -425,6 +511,11 @@ def _model_class(raw: Mapping[str, Any]) -> Any:
     raise UnsupportedError(
         f"no class of transformers for a model of the family {raw['model_type']} reads text and returns logits"
     )
+
+
+def _end(name: str) -> str:
+    """Return the part of the name of an expert's tensor that all experts have in common."""
+    return generic(name).rpartition(".experts.")[2]
 
 
 def _predicts(config: Mapping[str, Any]) -> bool:

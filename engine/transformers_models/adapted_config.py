@@ -13,11 +13,13 @@ from typing import Any
 from engine.errors import UnsupportedError
 from engine.families.architecture import Architecture
 from engine.families.config import DecoderConfig
+from engine.families.experts import ExpertNames, Experts, transposed_stacks
 from engine.families.layer_config import LayerConfig, MoeConfig, Multipliers
 from engine.families.router import TopK
 from engine.families.values import positive
 from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers
 
+_WITH_BIASES = Experts(names=ExpertNames(stacks=transposed_stacks(biases=True)))
 _REASON = "transformers runs its decoder here"
 _GROUPS = (("n_group", "topk_group"),)
 """Config keys of the number of groups of experts, and of the groups that a token's experts come from."""
@@ -63,6 +65,7 @@ def adapted_config(config: Any, model_class: str, found: FoundLayers) -> Decoder
             config.model_type,
             model_class,
             router=RouterOfTransformers(least=least_experts(text, found.experts)),
+            experts=_WITH_BIASES if found.experts[0].has_biases else Experts(),
             not_dense=_REASON,
             not_onnx=_REASON,
         ),

@@ -14,7 +14,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -98,19 +98,10 @@ def adapted_pass(
     """
     if directory is not None:  # `visit` saves its results there
         directory.mkdir(parents=True, exist_ok=True)
-    model = checkpoint.build(checkpoint.raw_config, dtype)
-    move_buffers(model, device)
-    layers = model.get_submodule(checkpoint.found.layers)
-    experts = {pair[0].index: pair for pair in zip(checkpoint.found.experts, checkpoint.routings, strict=True)}
-    with ExitStack() as held, quiet_transformers():
-        held.enter_context(checkpoint.loaded(model, None, dtype, device))
-        passes = held.enter_context(_passes(model, layers, tokens_SL, budget, device, needs_logits=finish is not None))
-        for index in progress(range(len(layers))):
-            with checkpoint.loaded(model, index, dtype, device), ExitStack() as visited:
+    with running(checkpoint, tokens_SL, dtype, device, budget, needs_logits=finish is not None) as (model, passes):
+        for index in progress(range(checkpoint.found.count)):
+            with held_layer(checkpoint, model, index, dtype, device) as block:
                 checkpoint.read_ahead(index + 1)
-                block = AdaptedBlock(model, *experts[index]) if index in experts else None
-                if block is not None:
-                    visited.enter_context(block.running())
                 after = visit(index, cast(DecoderLayer, _Layer(block)))
                 for each in passes:
                     each.run_layer(index)
@@ -119,10 +110,56 @@ def adapted_pass(
                     each.logits_BLV = None
                 if after is not None:
                     after()
-        if any(not each.is_over for each in passes):
-            raise UnsupportedError(
-                f"a model of the family {checkpoint.model_type} runs its layers more than once, and they are read once"
-            )
+        check_over(checkpoint, passes)
+
+
+def check_over(checkpoint: AdaptedCheckpoint, passes: Iterable[Pass]) -> None:
+    """Raise UnsupportedError if a model has not come to its end after its last layer."""
+    if any(not each.is_over for each in passes):
+        raise UnsupportedError(
+            f"a model of the family {checkpoint.model_type} runs its layers more than once, and they are read once"
+        )
+
+
+@contextmanager
+def held_layer(
+    checkpoint: AdaptedCheckpoint, model: Any, index: int, dtype: torch.dtype, device: torch.device | str
+) -> Iterator[AdaptedBlock | None]:
+    """Hold the weights of one decoder layer during the body, and let a block run its experts; None for a layer without."""
+    pairs = zip(checkpoint.found.experts, checkpoint.routings, strict=True)
+    own = next((pair for pair in pairs if pair[0].index == index), None)
+    with checkpoint.loaded(model, index, dtype, device):
+        if own is None:
+            yield None
+            return
+        block = AdaptedBlock(model, *own)
+        with block.running():
+            yield block
+
+
+@contextmanager
+def running(
+    checkpoint: AdaptedCheckpoint,
+    tokens_SL: Tensor,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    budget: MemoryBudget,
+    *,
+    needs_logits: bool,
+    with_gradients: bool = False,
+) -> Iterator[tuple[Any, list[Pass]]]:
+    """Yield the model, with what is around its layers in memory, and a pass for each batch, stopped at the first layer."""
+    model = checkpoint.build(checkpoint.raw_config, dtype)
+    move_buffers(model, device)
+    layers = model.get_submodule(checkpoint.found.layers)
+    with ExitStack() as held, quiet_transformers():
+        held.enter_context(checkpoint.loaded(model, None, dtype, device))
+        yield (
+            model,
+            held.enter_context(
+                _passes(model, layers, tokens_SL, budget, device, needs_logits=needs_logits, with_gradients=with_gradients)
+            ),
+        )
 
 
 @contextmanager
@@ -134,7 +171,8 @@ def _passes(
     device: torch.device | str,
     *,
     needs_logits: bool,
-) -> Iterator[list[_Pass]]:
+    with_gradients: bool,
+) -> Iterator[list[Pass]]:
     """Yield a pass for each batch, all of them stopped at their first layer. Passes that are not over end with the body."""
 
     can_leave_out = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -146,7 +184,7 @@ def _passes(
     def forward(rows: slice) -> Tensor:
         return cast(Tensor, model(input_ids=tokens_SL[rows].to(device), use_cache=False, **options).logits)
 
-    passes = [_Pass(rows, partial(forward, rows)) for rows in budget.batches(*tokens_SL.shape)]
+    passes = [Pass(rows, partial(forward, rows), with_gradients) for rows in budget.batches(*tokens_SL.shape)]
     stops = {layer: partial(_stop_at, index, layer) for index, layer in enumerate(layers)}
     with replaced_forwards(stops):
         try:
@@ -158,14 +196,18 @@ def _passes(
                 each.stop()
 
 
-@dataclass(frozen=True)
-class _Call:
+class Call(NamedTuple):
     """A decoder layer that is to run, with its arguments."""
 
-    index: int
+    number: int
     layer: nn.Module
     given: tuple[Any, ...]
     options: dict[str, Any]
+
+
+def run_call(call: Call) -> Any:
+    """Return the output of a layer."""
+    return type(call.layer).forward(call.layer, *call.given, **call.options)
 
 
 class _Stopped(BaseException):
@@ -177,19 +219,20 @@ _here = threading.local()
 
 def _stop_at(index: int, layer: nn.Module, *given: Any, **options: Any) -> Any:
     """Wait until the caller has run this layer; return its output."""
-    current: _Pass = _here.current
-    return current.wait_for(_Call(index, layer, given, options))
+    current: Pass = _here.current
+    return current.wait_for(Call(index, layer, given, options))
 
 
-class _Pass:
+class Pass:
     """The forward pass of one batch, in a thread that runs only while the caller waits for it."""
 
-    def __init__(self, rows: slice, forward: Callable[[], Tensor]) -> None:
-        self.rows, self._forward = rows, forward
+    def __init__(self, rows: slice, forward: Callable[[], Tensor], with_gradients: bool = False) -> None:
+        """with_gradients: whether what the model computes between its layers is recorded by autograd."""
+        self.rows, self._forward, self._with_gradients = rows, forward, with_gradients
         self.logits_BLV: Tensor | None = None
         """The result, once the pass is over; None before, and after it was taken."""
         self.is_over = False
-        self._call: _Call | None = None
+        self._call: Call | None = None
         self._made: Any = None
         self._error: BaseException | None = None
         self._is_stopped = False
@@ -201,16 +244,19 @@ class _Pass:
         self._thread.start()
         self._go_on()
 
-    def run_layer(self, index: int) -> None:
-        """Run the layer that the pass waits for, in this thread, and let the pass go on to the next one."""
+    def run_layer(self, index: int, run: Callable[[Call], Any] = run_call) -> None:
+        """Run the layer that the pass waits for, in this thread, and let the pass go on to the next one.
+
+        run: returns the output of a call.
+        """
         call = self._call
-        if call is None or call.index != index:
-            at = "its end" if call is None else f"layer {call.index}"
+        if call is None or call.number != index:
+            at = "its end" if call is None else f"layer {call.number}"
             raise UnsupportedError(
                 f"the model does not run its layers in order: it came to {at} in the place of layer {index}"
             )
         self._call = None
-        self._made = type(call.layer).forward(call.layer, *call.given, **call.options)
+        self._made = run(call)
         del call
         self._go_on()
 
@@ -221,7 +267,7 @@ class _Pass:
             self._may_run.release()
             self._thread.join()
 
-    def wait_for(self, call: _Call) -> Any:
+    def wait_for(self, call: Call) -> Any:
         """Wait in the thread of the pass for a layer's output."""
         self._call = call
         self._has_halted.release()
@@ -241,7 +287,7 @@ class _Pass:
         _here.current = self
         self._may_run.acquire()
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(self._with_gradients):
                 self.logits_BLV = self._forward()
         except _Stopped:
             return

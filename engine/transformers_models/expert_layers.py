@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,8 @@ class ExpertLayer:
     """Size of the experts' input, which may be smaller than the model's hidden size."""
     width: int
     """Number of hidden units of an expert."""
+    has_biases: bool = False
+    """Whether the projections of an expert have biases."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ class FoundLayers:
     count: int
     """Number of decoder layers."""
     experts: tuple[ExpertLayer, ...]
+
+
+PROJECTIONS = tuple(f"{name}_proj{end}" for name in ("gate_up", "up", "down") for end in ("", "_bias"))
+"""Names of the parameters that hold the projections of stacked experts."""
+
+
+def projection_names(found: FoundLayers) -> list[str]:
+    """Return the names of all parameters that may hold projections of a model's experts."""
+    return [f"{layer.experts}.{name}" for layer in found.experts for name in PROJECTIONS]
 
 
 def skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -246,7 +257,7 @@ def _expert_layer(model: nn.Module, layers: str, call: _Call, model_type: str) -
             f"{call.logits_TN.shape[-1]} logits for {count} experts"
         )
     index = int(call.experts.removeprefix(f"{layers}.").split(".")[0])
-    return ExpertLayer(index, call.experts, call.router, count, call.per_token, hidden, width)
+    return ExpertLayer(index, call.experts, call.router, count, call.per_token, hidden, width, module.has_bias)
 
 
 def _check_each_once(what: str, names: Sequence[str], model_type: str) -> None:
@@ -255,92 +266,6 @@ def _check_each_once(what: str, names: Sequence[str], model_type: str) -> None:
             raise UnsupportedError(
                 f"several layers of a model of the family {model_type} share {what} ({name}), and each needs its own"
             )
-
-
-@dataclass(frozen=True)
-class ExpertAxis:
-    """Where a parameter or a buffer has one entry for each expert."""
-
-    axis: int
-    further: int
-    """Number of entries after those of the experts, such as that of an expert that does nothing."""
-
-
-@dataclass(frozen=True)
-class CountKey:
-    """The entry of config.json with the number of experts, and all tensors of a model whose shape depends on it."""
-
-    path: tuple[str, ...]
-    axes: dict[str, ExpertAxis] = field(hash=False)
-
-    def changed(self, config: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Return config.json with another number of experts."""
-        head, *rest = self.path
-        if not rest:
-            return {**config, head: count}
-        return {**config, head: CountKey(tuple(rest), {}).changed(config.get(head) or {}, count)}
-
-
-def find_count_key(
-    raw: Mapping[str, Any], build: Callable[[Mapping[str, Any]], Any], found: FoundLayers, text_path: tuple[str, ...]
-) -> CountKey:
-    """Return the entry of config.json that decides how many experts the MoE layers have, found by doubling it.
-
-    raw: config.json. build: returns a model without weights for such a config. text_path: the place of the language
-    model's own config. Raises UnsupportedError if no entry changes the number of all experts, or it changes more.
-    """
-    model_type, counts = raw["model_type"], {layer.count for layer in found.experts}
-    if len(counts) > 1:
-        raise UnsupportedError(f"a model of the family {model_type} whose layers have {sorted(counts)} experts is not read")
-    (count,) = counts
-    model = build(raw)
-    before, own = {name: tuple(each.shape) for name, each in model.state_dict().items()}, raw
-    for part in text_path:
-        own = own.get(part) or {}
-    known = model.config.get_text_config(decoder=True).to_dict()
-    keys = dict.fromkeys([*(key for key, value in own.items() if value == count), *known])
-    candidates = [key for key in keys if type(own.get(key, known.get(key))) is int and own.get(key, known.get(key)) == count]
-    for key in sorted(candidates, key=lambda key: "expert" not in key):
-        entry = CountKey((*text_path, key), {})
-        try:
-            after = {name: tuple(each.shape) for name, each in build(entry.changed(raw, 2 * count)).state_dict().items()}
-        except UnsupportedError:
-            continue
-        axes = _axes(before, after, count)
-        if axes is not None and all(f"{layer.experts}.down_proj" in axes for layer in found.experts):
-            _check_within(axes, found, model_type)
-            return CountKey(entry.path, axes)
-    raise UnsupportedError(
-        f"the number of experts of a model of the family {model_type} ({count}) is in no entry of config.json that we find"
-    )
-
-
-def _axes(
-    before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]], count: int
-) -> dict[str, ExpertAxis] | None:
-    """Return where each tensor has one entry for each expert; None unless only such entries have doubled."""
-    if before.keys() != after.keys():
-        return None
-    axes = {}
-    for name, shape in before.items():
-        differing = [axis for axis, (size, other) in enumerate(zip(shape, after[name], strict=True)) if size != other]
-        if not differing:
-            continue
-        axis, *more = differing
-        if more or after[name][axis] - shape[axis] != count:
-            return None
-        axes[name] = ExpertAxis(axis, shape[axis] - count)
-    return axes
-
-
-def _check_within(axes: Mapping[str, ExpertAxis], found: FoundLayers, model_type: str) -> None:
-    """Raise UnsupportedError if the number of experts also decides the shape of tensors outside of the MoE layers."""
-    places = tuple(f"{found.layers}.{layer.index}." for layer in found.experts)
-    outside = [name for name in axes if not name.startswith(places)]
-    if outside:
-        raise UnsupportedError(
-            f"the number of experts of a model of the family {model_type} also decides the shape of {outside[0]}"
-        )
 
 
 def _shortened(error: Exception) -> str:

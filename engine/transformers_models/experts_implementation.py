@@ -18,9 +18,8 @@ without), O I outputs and inputs of any product.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from engine.decoder.experts import gated, grouped, sparse
 from engine.decoder.routing import NO_EXPERT, Selection
 from engine.families.layer_config import ClampedSwiglu
-from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, KernelChoice, is_served, prepare_decoding
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice, is_served, prepare_decoding
 from engine.kernels.linear import as_bfloat16, linear, serves_rows, transposed_linear
 
 NAME = "moe-compress"
@@ -99,8 +98,11 @@ class StackedExperts:
     def __len__(self) -> int:
         return self.first_NPD.shape[0]
 
-    def __getitem__(self, index: int) -> Callable[..., Tensor]:
-        return partial(self._one, index)
+    def __getitem__(self, index: int) -> StackedExpert:
+        return StackedExpert(self, index)
+
+    def __iter__(self) -> Iterator[StackedExpert]:
+        return (self[index] for index in range(len(self)))
 
     @property
     def weights(self) -> list[Tensor]:
@@ -108,19 +110,51 @@ class StackedExperts:
         every = (self.first_NPD, self.down_NDF, self.first_NP, self.down_ND)
         return [each for each in every if each is not None]
 
-    def _one(self, index: int, x_TD: Tensor, choice: KernelChoice, observe: None = None) -> Tensor:
-        """Return the output of one expert for all tokens, [T, D]."""
-        module = self.module
-        made_TP = self._product(x_TD, index, self.first_NPD, self.first_NP, choice)
-        units_TF = module._apply_gate(made_TP) if module.has_gate else module.act_fn(made_TP)
-        y_TD = self._product(units_TF, index, self.down_NDF, self.down_ND, choice)
-        return module.post_expert_norm(y_TD) if module.has_post_expert_norm else y_TD
+    @property
+    def width(self) -> int:
+        """Number of hidden units of an expert."""
+        return self.down_NDF.shape[1 if self.module.is_transposed else 2]
+
+    def first(self, x_TD: Tensor, index: int, choice: KernelChoice) -> Tensor:
+        """Return the product of one expert's first matrix, [T, P]."""
+        return self._product(x_TD, index, self.first_NPD, self.first_NP, choice)
+
+    def down(self, h_TF: Tensor, index: int, choice: KernelChoice) -> Tensor:
+        """Return the product of one expert's down projection, [T, D]."""
+        return self._product(h_TF, index, self.down_NDF, self.down_ND, choice)
 
     def _product(self, x_TI: Tensor, index: int, weight_NOI: Tensor, bias_NO: Tensor | None, choice: KernelChoice) -> Tensor:
         bias_O = None if bias_NO is None else bias_NO[index]
         if self.module.is_transposed:
             return transposed_linear(x_TI, weight_NOI[index], bias_O)
         return linear(x_TI.contiguous(), weight_NOI[index], bias_O, choice)
+
+
+@dataclass(frozen=True)
+class StackedExpert:
+    """One expert of a module, as a function."""
+
+    experts: StackedExperts
+    index: int
+
+    @property
+    def width(self) -> int:
+        """Number of hidden units F."""
+        return self.experts.width
+
+    def units(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
+        """Return the hidden units h, the input of the down projection, [T, F]."""
+        module, made_TP = self.experts.module, self.experts.first(x_TD, self.index, choice)
+        h_TF: Tensor = module._apply_gate(made_TP) if module.has_gate else module.act_fn(made_TP)
+        return h_TF
+
+    def __call__(
+        self, x_TD: Tensor, choice: KernelChoice = TORCH, observe: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Return the output for all tokens, [T, D]. observe: is given the hidden units, and returns those to multiply."""
+        h_TF, module = self.units(x_TD, choice), self.experts.module
+        y_TD = self.experts.down(h_TF if observe is None else observe(h_TF), self.index, choice)
+        return module.post_expert_norm(y_TD) if module.has_post_expert_norm else y_TD
 
 
 def obstacle(experts: StackedExperts, x_TD: Tensor, indices_TS: Tensor, weights_TS: Tensor) -> str | None:

@@ -4,20 +4,27 @@ A tensor of the files belongs to one expert, whose number is in its name, or to 
 each along one axis. All other tensors do not depend on the number of experts. A smaller model therefore has copies of the
 stored tensors, whatever transformers makes of them in memory.
 
-Shape suffixes: N experts.
+Where the experts themselves change, because they lose hidden units or are merged, the tensors with their projections are
+made anew. How a stored tensor holds projections (stack_of.py) is found by comparing one with what transformers makes of it.
+
+Shape suffixes: N experts, F expert width, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from engine.checkpoint.stacks import joined, taken
 from engine.errors import UnsupportedError
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.expert_layers import ExpertAxis
+from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, Stack
+from engine.transformers_models.config_keys import ExpertAxis
+from engine.transformers_models.expert_layers import PROJECTIONS
+from engine.transformers_models.stack_of import SAMPLED_EXPERT, StoredModel, generic, stacks_of
 
 _PIECE_BYTES = 64 << 20
 
@@ -45,7 +52,7 @@ class EveryExpert:
 Place = OneExpert | EveryExpert
 
 
-def expert_places(checkpoint: AdaptedCheckpoint) -> dict[str, Place]:
+def expert_places(checkpoint: StoredModel) -> dict[str, Place]:
     """Return the place of every stored tensor that depends on the number of experts, by its name in the files.
 
     Raises UnsupportedError for tensors from which single experts cannot be taken.
@@ -62,10 +69,40 @@ def expert_places(checkpoint: AdaptedCheckpoint) -> dict[str, Place]:
             if target.startswith(own):
                 places |= _places(checkpoint, names, layer.index, layer.count, axes[target])
         _check_router(checkpoint, layer.router)
-    return places
+    return places | dict(_prediction_places(checkpoint, places))
 
 
-def _check_router(checkpoint: AdaptedCheckpoint, router: str) -> None:
+def _prediction_places(checkpoint: StoredModel, places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
+    """Yield the places of tensors of layers for multi-token prediction, which the model of transformers does not have.
+
+    Their names end as those of the last MoE layer, whose experts decide which of theirs stay. A layer that does not have all
+    of the last layer's tensors with a place, in their shapes, is left out.
+    """
+    last, shapes = checkpoint.found.experts[-1].index, checkpoint.stored_shapes
+    known: dict[str, tuple[str, Place]] = {}
+    for name, place in places.items():
+        if place.layer == last:
+            before, _, after = name.partition(f".{last}.")
+            known[after] = name, place
+    found: dict[str, dict[str, str]] = {}
+    for name in shapes.keys() - checkpoint.targets.keys():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            after = ".".join(parts[end:])
+            if parts[end - 1].isdecimal() and after in known and shapes[name] == shapes[known[after][0]]:
+                found.setdefault(".".join([*parts[:end], ""]), {})[after] = name
+    for before, own in sorted(found.items()):
+        if own.keys() == known.keys():
+            for after, name in sorted(own.items()):
+                yield name, _moved(known[after][1], known[after][0].removesuffix(after), before)
+
+
+def _moved(place: Place, before: str, after: str) -> Place:
+    """Return a place under another beginning of its name."""
+    return place if isinstance(place, EveryExpert) else replace(place, prefix=after + place.prefix.removeprefix(before))
+
+
+def _check_router(checkpoint: StoredModel, router: str) -> None:
     """Raise UnsupportedError for a router with a table of expert numbers, which would name experts that are gone."""
     for name, tensor in checkpoint.model.get_submodule(router).state_dict().items():
         if not tensor.is_floating_point():
@@ -77,7 +114,7 @@ def _check_router(checkpoint: AdaptedCheckpoint, router: str) -> None:
 
 
 def _places(
-    checkpoint: AdaptedCheckpoint, names: Sequence[str], layer: int, count: int, axis: ExpertAxis
+    checkpoint: StoredModel, names: Sequence[str], layer: int, count: int, axis: ExpertAxis
 ) -> Iterable[tuple[str, Place]]:
     """Yield the places of the stored tensors that become one tensor of the model."""
     numbers = _numbers(names, count)
@@ -114,47 +151,155 @@ def _numbers(names: Sequence[str], count: int) -> list[tuple[int, str, str]] | N
     return None
 
 
+class StoredExperts:
+    """The projections of the experts of a checkpoint, whatever the layout of the tensors that hold them."""
+
+    def __init__(self, checkpoint: StoredModel) -> None:
+        """Raises the errors of `expert_places`, and UnsupportedError for tensors in which projections are not found."""
+        self._checkpoint, self.places = checkpoint, expert_places(checkpoint)
+        samples: dict[str, str] = {}
+        first = checkpoint.found.experts[0]
+        own = {f"{first.experts}.{each}" for each in PROJECTIONS}
+        for name, place in self.places.items():
+            if checkpoint.targets.get(name) in own and not (isinstance(place, OneExpert) and place.expert != SAMPLED_EXPERT):
+                samples.setdefault(generic(name), name)
+        one = {key: partial(self._of_expert, name, SAMPLED_EXPERT) for key, name in samples.items()}
+        self._stacks = stacks_of(checkpoint, one)
+        self._names: dict[tuple[int, int, int], tuple[str, int]] = {}
+        """Tensor of each projection of an expert, by layer, expert and projection, with its place in the stack."""
+        for name, place in self.places.items():
+            stack = self.stack(name) if name in checkpoint.targets else None
+            experts = [place.expert] if isinstance(place, OneExpert) else range(first.count)
+            for number, projection in enumerate(() if stack is None else stack.projections):
+                self._names |= {(place.layer, expert, projection): (name, number) for expert in experts}
+
+    def stack(self, name: str) -> Stack | None:
+        """Return how a stored tensor holds projections; None for a tensor that holds none, such as a router's."""
+        return self._stacks.get(generic(name))
+
+    def projection(self, layer: int, expert: int, projection: int) -> Tensor:
+        """Return gate or up [F, D], down [D, F] or a bias of an expert, as stored. Experts without gates have empty ones."""
+        if projection in (GATE, GATE_BIAS) and (layer, expert, projection) not in self._names:
+            return torch.zeros_like(self.projection(layer, expert, projection + 1)[..., :0])
+        name, number = self._names[layer, expert, projection]
+        stack = self.stack(name)
+        assert stack is not None
+        return taken(stack, self._of_expert(name, expert), number)
+
+    def _of_expert(self, name: str, expert: int) -> Tensor:
+        """Return the part of a stored tensor that belongs to one expert."""
+        stored, place = self._checkpoint.stored_tensor(name), self.places[name]
+        return stored if isinstance(place, OneExpert) else stored.select(place.axis, expert)
+
+
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Projection = Callable[[int, int, int], Tensor]
+"""Function that returns a projection of an expert of a result, by layer, number in the result, and projection."""
+
+
+@dataclass(frozen=True)
+class ResultLayer:
+    """The experts of one layer of a result."""
+
+    rows: tuple[int, ...]
+    """The source expert whose router row each has."""
+    width: int
+    """Number of hidden units of each expert."""
+    changed: frozenset[int] = frozenset()
+    """Numbers of those whose projections are not copies of the source's."""
 
 
 class StoredResult:
-    """The tensors of the files that a model with fewer experts has: copies of the source's, some with another name."""
+    """The tensors of the files of a model with other experts, most of which are copies of the source's, some renamed."""
 
-    def __init__(self, checkpoint: AdaptedCheckpoint, kept: Mapping[int, Sequence[int]]) -> None:
-        """kept: numbers of the kept experts by decoder layer index. Raises the errors of `expert_places`."""
-        self._checkpoint = checkpoint
-        self._entries: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-        """The source's name of each tensor, the axis of experts and the kept entries; no entries for a whole copy."""
+    def __init__(
+        self, checkpoint: StoredModel, layers: Mapping[int, ResultLayer], projection: Projection | None = None
+    ) -> None:
+        """layers: by decoder layer index. projection: needed where experts change. Raises the errors of `expert_places`."""
+        self._checkpoint, self._layers, self._projection = checkpoint, layers, projection
+        changes = any(layer.changed for layer in layers.values())
+        self._experts: StoredExperts | None = checkpoint.stored_experts if changes else None
+        places = expert_places(checkpoint) if self._experts is None else self._experts.places
+        self._pieces: dict[str, Callable[[], Iterator[Tensor]]] = {}
         self.layout: Layout = {}
-        places, counts = expert_places(checkpoint), {layer.index: layer.count for layer in checkpoint.found.experts}
         for name, (dtype, shape) in checkpoint.stored_shapes.items():
             place = places.get(name)
-            if isinstance(place, OneExpert):
-                if place.expert not in kept[place.layer]:
-                    continue
-                number = list(kept[place.layer]).index(place.expert)
-                self._add(f"{place.prefix}{number}{place.suffix}", name, dtype, shape)
-            elif place is None:
-                self._add(name, name, dtype, shape)
-            else:
-                rows = (*kept[place.layer], *range(counts[place.layer], shape[place.axis]))
-                self._add(name, name, dtype, shape, place.axis, rows)
+            if place is None:
+                self._add(name, dtype, shape, partial(self._whole, name))
+            elif isinstance(place, EveryExpert):
+                self._add_stacked(name, place, dtype, shape)
+            elif place.expert == 0:
+                self._add_single(name, place, dtype, shape)
 
-    def _add(
-        self, name: str, origin: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int = 0, rows: tuple[int, ...] = ()
-    ) -> None:
-        self._entries[name] = origin, axis, rows
-        self.layout[name] = dtype, (*shape[:axis], len(rows), *shape[axis + 1 :]) if rows else shape
+    def _add(self, name: str, dtype: torch.dtype, shape: Sequence[int], pieces: Callable[[], Iterator[Tensor]]) -> None:
+        self.layout[name], self._pieces[name] = (dtype, tuple(shape)), pieces
+
+    def _stack(self, name: str) -> Stack | None:
+        """Return how a tensor of experts that change holds projections; None for copies, and in prediction layers."""
+        return None if self._experts is None or name not in self._checkpoint.targets else self._experts.stack(name)
+
+    def _add_single(self, first: str, place: OneExpert, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Add the tensors of all experts of a layer that have one suffix; first: the source's name of that of expert 0."""
+        layer = self._layers[place.layer]
+        stack = self._stack(first)
+        for number, row in enumerate(layer.rows):
+            own, origin = (f"{place.prefix}{each}{place.suffix}" for each in (number, row))
+            if stack is None or number not in layer.changed:
+                self._add(own, dtype, shape, partial(self._whole, origin))
+            else:
+                new = _narrowed(stack, shape, layer.width)
+                self._add(own, dtype, new, partial(self._made, stack, place.layer, [number], dtype))
+
+    def _add_stacked(self, name: str, place: EveryExpert, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Add a tensor of all experts of a layer."""
+        layer, axis = self._layers[place.layer], place.axis
+        stack = self._stack(name)
+        if stack is None or not layer.changed:
+            count = next(own.count for own in self._checkpoint.found.experts if own.index == place.layer)
+            rows = (*layer.rows, *range(count, shape[axis]))
+            self._add(name, dtype, (*shape[:axis], len(rows), *shape[axis + 1 :]), partial(self._rows, name, axis, rows))
+            return
+        one = _narrowed(stack, (*shape[:axis], *shape[axis + 1 :]), layer.width)
+        new = (*one[:axis], len(layer.rows), *one[axis:])
+        made = partial(self._made, stack, place.layer, range(len(layer.rows)), dtype)
+        self._add(name, dtype, new, partial(_stacked, made, axis))
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """Yield a tensor of the result in pieces along its first axis."""
-        origin, axis, rows = self._entries[name]
+        return self._pieces[name]()
+
+    def _whole(self, origin: str) -> Iterator[Tensor]:
         stored = self._checkpoint.stored_tensor(origin)
-        if not rows:
-            size = max(1, _PIECE_BYTES // max(1, stored[:1].nbytes)) if stored.dim() else 1
-            yield from stored.split(size) if stored.dim() else (stored,)
-        elif axis:
+        size = max(1, _PIECE_BYTES // max(1, stored[:1].nbytes)) if stored.dim() else 1
+        yield from stored.split(size) if stored.dim() else (stored,)
+
+    def _rows(self, origin: str, axis: int, rows: Sequence[int]) -> Iterator[Tensor]:
+        stored = self._checkpoint.stored_tensor(origin)
+        if axis:
             yield stored.index_select(axis, torch.tensor(rows))
         else:
             for row in rows:
                 yield stored[row : row + 1]
+
+    def _made(self, stack: Stack, layer: int, numbers: Iterable[int], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield what a tensor holds of each of some experts, from their projections."""
+        assert self._projection is not None
+        for number in numbers:
+            parts = [self._projection(layer, number, projection) for projection in stack.projections]
+            yield joined(stack, parts).to(dtype)
+
+
+def _stacked(made: Callable[[], Iterator[Tensor]], axis: int) -> Iterator[Tensor]:
+    if axis:
+        yield torch.stack(list(made()), dim=axis)
+    else:
+        for one in made():
+            yield one[None]
+
+
+def _narrowed(stack: Stack, shape: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Return the shape of what a tensor holds of one expert with this number of hidden units."""
+    if DOWN_BIAS in stack.projections:
+        return shape
+    axis = int((DOWN in stack.projections) != stack.transposed)
+    return tuple(width * len(stack.projections) if each == axis else size for each, size in enumerate(shape))

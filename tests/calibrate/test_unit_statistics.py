@@ -304,6 +304,6 @@ def test_too_little_space_is_refused_before_the_pass(
 ) -> None:
     used = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used._replace(free=1000))
-    monkeypatch.setattr(calibrate.unit_statistics, "stream_layers", None)
+    monkeypatch.setattr(calibrate.unit_statistics, "visit_layers", None)
     with pytest.raises(OutputError, match=r"moments of hidden units take up to .* GB are free; make space"):
         collected(model, tmp_path / "units")

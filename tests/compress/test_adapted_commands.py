@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from adapted_references import naively
 from tiny_families import by_name, loaded, save_tiny
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
+from torch import Tensor
 
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
@@ -18,12 +22,14 @@ from calibrate.skipping import skip_tables
 from calibrate.statistics import load_statistics
 from compress.compare import compare
 from compress.evaluate import evaluate_model
+from compress.methods.gate_fisher import fisher_scores
 from compress.options.calibrate import CalibrateOptions
 from compress.options.compare import CompareOptions
 from compress.options.evaluate import EvaluateOptions
 from compress.options.prune import PruneOptions
 from compress.options.refit import RefitOptions
 from compress.options.training import RecoverOptions
+from compress.plans.plan import plan_from_json
 from compress.plans.selection import Budget
 from compress.prune import prepare_pruning, prune
 from compress.statistics_file import calibrate_to_file
@@ -31,6 +37,7 @@ from engine.bench.backends import BACKENDS, BenchCase, BenchSpec, run_case
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
 TEXT = CalibrationOptions(data="stdlib", samples=3, sequence_length=24, evaluation_samples=2)
 
@@ -52,8 +59,15 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "fisher"}, "fisher needs our own decoder, .* give --granularity expert --method frequency or"),
-        ({"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")}, "unit-obs needs our own decoder"),
+        ({"method": "diep"}, "diep needs our own decoder, .* give --granularity expert --method frequency or"),
+        (
+            {"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="both")},
+            "--granularity both needs our own decoder, .* give --granularity unit --method unit-magnitude or",
+        ),
+        (
+            {"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")},
+            "one width of experts in config.json, .* add --uniform",
+        ),
         (
             {"budget": Budget(experts=5, min_experts=0)},
             "a model of the family exaone_moe has one number of experts in config.json, .* add --uniform",
@@ -62,7 +76,6 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
             {"budget": Budget(experts=1, scope="uniform", min_experts=1)},
             "min-experts is 1; the router of the family exaone_moe takes 2",
         ),
-        ({"merge": "cka"}, "a model of the family exaone_moe runs through transformers here"),
         ({"recover": RecoverOptions(steps=1)}, "a model of the family exaone_moe runs through transformers here"),
         ({"refit": RefitOptions(correct=True)}, "a model of the family exaone_moe runs through transformers here"),
     ],
@@ -144,6 +157,73 @@ def test_compare_measures_them(model: Path, tmp_path: Path) -> None:
     assert skipping["perplexity_without_skipping"] == pytest.approx(plain["perplexity"])
     assert skipping["perplexity"] != pytest.approx(plain["perplexity"], rel=1e-6)
     assert plain["decode_tokens_per_second_mean"] > 0
+
+
+def test_the_default_method_prunes_whole_experts(model: Path, tmp_path: Path) -> None:
+    """Gate Fisher, with a memory limit: the kept experts have the highest scores of their layer."""
+    figures = prune(_options(model, tmp_path / "result", method="fisher", memory_limit=2_000_000_000))
+    assert figures["experts_per_layer"] == [5, 5, 5]
+    prepared = prepare_pruning(_options(model, tmp_path / "other", method="fisher"))
+    decoder = AdaptedLayerwiseDecoder(AdaptedCheckpoint(model), prepared.dtype)
+    plan = json.loads((tmp_path / "result" / "compression.json").read_text())["plan"]
+    for layer, scores_N in fisher_scores(decoder, prepared.tokens_SL).items():
+        assert plan["layers"][str(layer)] == sorted(scores_N.topk(5).indices.tolist())
+
+
+def test_hidden_units_are_removed_and_refitted(model: Path, tmp_path: Path) -> None:
+    """By the default method, in float32: down projections are those of naive least squares, and transformers opens them."""
+    budget = Budget(sparsity=0.5, scope="uniform", granularity="unit", unit_multiple=4, min_experts=0)
+    options = _options(model, tmp_path / "result", method="unit-obs", budget=budget, refit=RefitOptions(ridge=0.01))
+    figures = prune(options)
+    assert figures["granularity"] == "unit"
+    assert figures["experts_per_layer"] == [8, 8, 8]
+    result = loaded(by_name("exaone_moe"), tmp_path / "result")
+    assert (result.config.moe_intermediate_size, result.config.num_shared_experts) == (8, 2)
+    plan = plan_from_json(json.loads((tmp_path / "result" / "compression.json").read_text())["plan"])
+    own = evaluate_model(
+        EvaluateOptions(model=str(tmp_path / "result"), calibration=replace(TEXT, samples=2), split="held-out")
+    )
+    assert own["value"] == pytest.approx(figures["perplexity_after"], rel=1e-4)
+    whole, checkpoint = loaded(by_name("exaone_moe"), model), AdaptedCheckpoint(model)
+    with torch.no_grad(), naively(whole, checkpoint) as seen:
+        whole(input_ids=prepare_pruning(replace(options, output=tmp_path / "other")).tokens_SL, use_cache=False)
+    for layer in checkpoint.found.experts:
+        before, after = (each.get_submodule(layer.experts).down_proj.data for each in (whole, result))
+        for expert, slots in seen[layer.index].items():
+            kept = list(plan.layers[layer.index][expert].parts[0].units)
+            expected_DK = before[expert][:, kept].double()
+            if slots:
+                h_RF, weight_R = (torch.stack(each).double() for each in zip(*slots, strict=True))
+                expected_DK = _least_squares(weight_R[:, None] * h_RF, before[expert].double(), kept, 0.01)
+            assert torch.allclose(after[expert].double(), expected_DK, rtol=1e-3, atol=1e-4 * float(expected_DK.abs().max()))
+
+
+def _least_squares(a_RF: Tensor, down_DF: Tensor, kept: list[int], ridge: float) -> Tensor:
+    """Return the D′ [D, K] that minimizes ‖A·Dᵀ − A_K·D′ᵀ‖² + ρ̄·‖D′ − D_K‖², by numpy."""
+    absolute = ridge * float(a_RF.square().sum(0).mean())
+    rows = torch.cat([a_RF[:, kept], absolute**0.5 * torch.eye(len(kept), dtype=torch.float64)])
+    right = torch.cat([a_RF @ down_DF.T, absolute**0.5 * down_DF[:, kept].T])
+    return torch.from_numpy(numpy.linalg.lstsq(rows.numpy(), right.numpy(), rcond=None)[0]).T
+
+
+def test_removed_experts_are_merged_into_those_that_stay(model: Path, tmp_path: Path) -> None:
+    """With the experts that the method keeps, each the center of its group; transformers opens the result."""
+    figures = prune(_options(model, tmp_path / "result", merge="cka"))
+    assert figures["experts_per_layer"] == [5, 5, 5]
+    plan = plan_from_json(json.loads((tmp_path / "result" / "compression.json").read_text())["plan"])
+    sources = [[part.expert for part in expert.parts[0].sources] for expert in plan.layers[1]]
+    assert sorted(number for own in sources for number in own) == list(range(8))
+    result = loaded(by_name("exaone_moe"), tmp_path / "result")
+    assert result(input_ids=torch.randint(3, VOCABULARY, (1, 8))).logits.isfinite().all()
+
+
+def test_a_width_that_shared_experts_cannot_have_is_refused(model: Path, tmp_path: Path) -> None:
+    budget = Budget(sparsity=0.3, scope="uniform", granularity="unit", unit_multiple=1, min_experts=0)
+    with pytest.raises(
+        UnsupportedError, match=r"the 16 hidden units of shared experts must be a multiple of .* 4 or 8 of 16"
+    ):
+        prune(_options(model, tmp_path / "result", method="unit-magnitude", budget=budget))
+    assert not (tmp_path / "result").exists()
 
 
 @pytest.mark.slow

@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adapted_references import random_units, text_gradients, without_units
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from compress.methods.gate_gradients import gate_gradients
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from compress.plans.selection import moe_configs
+from compress.plans.unit_selection import units_plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import UnsupportedError
 from engine.passes.memory_budget import MemoryBudget
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 from engine.transformers_models.adapted_pass import adapted_pass
 from engine.transformers_models.expert_layers import replaced_forwards
 from engine.transformers_models.interface_families import Family, interface_families
@@ -258,30 +262,67 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-COLUMNS = ("layer by layer", "pruned, in transformers", "pruned, layer by layer")
+COLUMNS = ("layer by layer", "pruned, in transformers", "pruned, layer by layer", "gate gradients", "units removed")
+"""A pass layer by layer, a model without some experts as transformers runs it and layer by layer, gate gradients, and a
+model whose experts have half of their hidden units."""
+Cell = float | str
+"""The largest difference from the reference, or why there is none."""
 
 
-def measured(family: Family, path: Path) -> dict[str, float] | str:
-    """Return the largest difference of a logit from the reference in each column, or why the family is refused.
+def measured(family: Family, path: Path) -> dict[str, Cell] | str:
+    """Return the cell of each column, or why the family is refused.
 
-    Calibration and perplexity go layer by layer. The reference of pruned results is the whole model whose routers cannot
-    choose the removed experts.
+    References are whole models of transformers: with routers that cannot choose the removed experts, and with hidden units
+    that are multiplied by zero. Gate gradients are compared with autograd, in shares of a layer's largest one.
     """
     if not family.model_type:
         return "none of its classes returns logits for text"
     model = save_tiny(family, path / "full")
     try:
         checkpoint = AdaptedCheckpoint(path / "full")
-        found = {COLUMNS[0]: difference(through_layers(checkpoint), logits_of(model))}
+        found: dict[str, Cell] = {COLUMNS[0]: difference(through_layers(checkpoint), logits_of(model))}
         kept = some_removed(checkpoint)
         (path / "pruned").mkdir()
         apply(pruning_plan(kept), checkpoint, path / "pruned")
     except UnsupportedError as error:
-        return str(error).removeprefix(f"{path / 'full'}: ")
+        return _reason(error, path / "full")
     whole = logits_of(model)
     with masked(model, checkpoint, kept):
         reference = logits_of(model)
     assert difference(reference, whole) > 1e-3, "the model's logits do not depend on the removed experts"
     pruned = AdaptedCheckpoint(path / "pruned")
     found[COLUMNS[1]] = difference(logits_of(loaded(family, path / "pruned")), reference)
-    return found | {COLUMNS[2]: difference(through_layers(pruned), reference)}
+    found |= {COLUMNS[2]: difference(through_layers(pruned), reference)}
+    return found | {
+        COLUMNS[3]: _of_gradients(model, checkpoint),
+        COLUMNS[4]: _without_units(family, model, checkpoint, path),
+    }
+
+
+def _reason(error: Exception, directory: Path) -> str:
+    return str(error).removeprefix(f"{directory}: ")
+
+
+def _of_gradients(model: Any, checkpoint: AdaptedCheckpoint) -> float:
+    """Return the largest difference of a gate gradient from autograd over the whole model."""
+    expected, _ = text_gradients(model, checkpoint, TOKENS_SL)
+    own, _ = gate_gradients(AdaptedLayerwiseDecoder(checkpoint, torch.float32), TOKENS_SL, own_samples=False)
+    return max(float((own[layer] - row).abs().max() / row.abs().max()) for layer, row in expected.items())
+
+
+def _without_units(family: Family, model: Any, checkpoint: AdaptedCheckpoint, path: Path) -> Cell:
+    """Return the largest difference of a logit of a model whose experts have half of their hidden units."""
+    kept, whole = random_units(checkpoint, checkpoint.found.experts[0].width // 2), logits_of(model)
+    (path / "narrowed").mkdir()
+    try:
+        apply(units_plan(kept, checkpoint.config.ffn_widths()), checkpoint, path / "narrowed")
+    except UnsupportedError as error:
+        return _reason(error, checkpoint.directory)
+    with without_units(model, checkpoint, kept):
+        reference = logits_of(model)
+    assert difference(reference, whole) > 1e-4, "the model's logits do not depend on the removed hidden units"
+    narrowed = AdaptedCheckpoint(path / "narrowed")
+    assert narrowed.found.experts[0].width == len(kept[checkpoint.found.experts[0].index][0])
+    return max(
+        difference(logits_of(loaded(family, path / "narrowed")), reference), difference(through_layers(narrowed), reference)
+    )

@@ -151,7 +151,7 @@ def test_fisher_is_squared_for_each_token_of_the_model_s_own_samples(checkpoint:
 def test_fisher_layer_by_layer_equals_that_of_the_whole_model(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compress.methods.gate_gradients, "SWEEP_TOKENS", 18)
+    monkeypatch.setattr("engine.passes.layerwise.SWEEP_TOKENS", 18)
     budget = MemoryBudget(tokens_per_batch=9)
     models = whole(checkpoint, torch.float32), LayerwiseDecoder(checkpoint, torch.float32)
     expected, found = (unit_gradients(model, TOKENS, 3, budget=budget) for model in models)
@@ -229,7 +229,7 @@ def test_an_interrupted_pass_ends_in_the_same_sums(
 def test_a_pass_layer_by_layer_resumes_at_its_layer(
     mixtral: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compress.methods.gate_gradients, "SWEEP_TOKENS", 18)
+    monkeypatch.setattr("engine.passes.layerwise.SWEEP_TOKENS", 18)
     passes = partial(unit_gradients, LayerwiseDecoder(mixtral, torch.float32), TOKENS, 3)
     expected, path = passes(), tmp_path / "state.safetensors"
     for at in (4, 4):  # in the backward pass of the first sweep, and in the second

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
 from kernels_for_tests import needs_integers
+from nearness import is_as_near
 from packages_for_tests import needs_numba
 from torch import Tensor
 
@@ -139,8 +140,8 @@ def test_experts_of_differing_widths(family: str, tmp_path: Path, monkeypatch: p
         exact_logits = exact(clear)[:, 4:]
     monkeypatch.setattr(engine.kernels.kernel_choice, "_load_kernels", lambda: None)
     by_torch = decoded(whole, clear)
-    errors = [(made.double() - exact_logits).norm() for made in (compiled, by_torch)]
-    assert errors[0] < 1.25 * errors[1] and errors[0] < 0.05 * exact_logits.norm()
+    errors = [(made.double() - exact_logits).norm(dim=-1) for made in (compiled, by_torch)]
+    assert is_as_near(*errors) and errors[0].median() < 0.05 * exact_logits.norm(dim=-1).median()
 
 
 @needs_integers

@@ -324,9 +324,9 @@ def test_weights_that_moved_are_looked_up_again() -> None:
 
     def agrees() -> bool:
         with torch.no_grad():
-            return torch.allclose(
-                block(x, DECODING).float(), grouped(x, block.routing(x @ block.router_ND.T), block.experts).float(), atol=0.1
-            )
+            compiled = block(x, DECODING).float()
+            expected = grouped(x, block.routing(x @ block.router_ND.T), block.experts).float()
+        return bool((compiled - expected).norm() < 0.02 * expected.norm())
 
     assert agrees()
     for parameter in block.parameters():

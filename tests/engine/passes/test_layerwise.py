@@ -80,7 +80,7 @@ def test_gate_gradients_equal_those_with_all_weights_in_memory(
     checkpoint: Checkpoint, own_samples: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"own_samples": own_samples, "seed": 4, "budget": MemoryBudget(tokens_per_batch=16)}
-    monkeypatch.setattr("compress.methods.gate_gradients.SWEEP_TOKENS", 32)  # a sweep of two batches, one of half a batch
+    monkeypatch.setattr("engine.passes.layerwise.SWEEP_TOKENS", 32)  # a sweep of two batches, one of half a batch
     models = whole(checkpoint, torch.float32), LayerwiseDecoder(checkpoint, torch.float32)
     (sums, squares), (own_sums, own_squares) = (gate_gradients(m, TOKENS, **options) for m in models)
     for one, other in ((sums, own_sums), (squares, own_squares)):
@@ -206,7 +206,7 @@ def test_interrupted_gate_gradients_draw_the_same_samples(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, path = LayerwiseDecoder(checkpoint, torch.float32), tmp_path / "fisher.safetensors"
-    monkeypatch.setattr("compress.methods.gate_gradients.SWEEP_TOKENS", 24)
+    monkeypatch.setattr("engine.passes.layerwise.SWEEP_TOKENS", 24)
     straight = fisher_scores(decoder, TOKENS)
     for at in (4, 4):  # after the head, where samples are drawn: in the backward pass of the first sweep, and in the second
         with monkeypatch.context() as patched:

@@ -2,10 +2,10 @@
 
 Each file of tests/attacks/directories and tests/attacks/gguf is one attack: `plant(path)` damages a copy of a good artifact
 (with OF = "export" of an exported one, with OF = "model.gguf" of a GGUF file), and may damage `plan.json`, `statistics`,
-`work` and `text.txt` beside it. Then doors are run (see doors_for_tests.py). Those that REFUSED_BY names must refuse with one
-line that contains SAYS. All others must refuse or give their result without the attack (any result, with
-RESULT_MAY_DIFFER = True). None may end by a signal, hang, show a traceback, change anything outside its output, or leave a file
-named `pwned`.
+`work` and `text.txt` beside it. Then doors are run (see doors_for_tests.py). Those that REFUSED_BY names must refuse with
+one line that contains SAYS. All others must refuse or give their result without the attack (any result, with
+RESULT_MAY_DIFFER = True). None may end by a signal, hang, show a traceback, change anything outside its output, or leave a
+file named `pwned`.
 
 Here an attack is tried on the doors of REFUSED_BY and DOORS or, if it names none, on a few that read a directory in
 different ways. The script runs the named attacks, or all of them; with --all on every door, which takes minutes:

@@ -282,6 +282,26 @@ def test_a_result_says_that_prediction_layers_keep_their_experts(stored: Path, t
     assert "have 8 experts, while config.json says 4" in note
 
 
+@pytest.mark.parametrize("before", ["mtp.layers.0.", "model.layers.4."])
+def test_experts_of_prediction_layers_go_with_those_of_the_last_layer(stored: Path, tmp_path: Path, before: str) -> None:
+    shutil.copytree(stored, tmp_path / "full", dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "full" / "config.json").read_text())
+    (tmp_path / "full" / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
+    tensors = load_file(stored / "model.safetensors")
+    last = {name.removeprefix("model.layers.3."): each for name, each in tensors.items() if ".layers.3." in name}
+    _changed_file(tmp_path / "full", {f"{before}{name}": each + 1.0 for name, each in last.items()})
+    checkpoint, kept = AdaptedCheckpoint(tmp_path / "full"), [1, 2, 4, 7]
+    (tmp_path / "pruned").mkdir()
+    apply(pruning_plan(dict.fromkeys(checkpoint.config.moe_layers, kept)), checkpoint, tmp_path / "pruned")
+    result, made = AdaptedCheckpoint(tmp_path / "pruned"), load_file(tmp_path / "pruned" / "model.safetensors")
+    assert result.prediction_note is None
+    assert "they keep those that layer 3 keeps" in str(result.prediction_choice(checkpoint))
+    own = {name.removeprefix(before) for name in made if name.startswith(before)}
+    assert own == {name.removeprefix("model.layers.3.") for name in made if ".layers.3." in name}
+    for name in own:
+        assert torch.equal(made[before + name], made[f"model.layers.3.{name}"] + 1.0)
+
+
 def test_what_is_around_the_layers_must_be_there_after_loading(
     stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +332,7 @@ def test_a_memory_limit_counts_the_hidden_states_of_all_text(stored: Path) -> No
     checkpoint, demand = AdaptedCheckpoint(stored), MemoryDemand(torch.bfloat16, 16)
     limit = 4 << 30
     assert budget_for(limit, checkpoint, demand).limit == limit
-    assert checkpoint.kept_bytes(1000, torch.bfloat16) == 2 * 1000 * 32 * 2
+    assert checkpoint.kept_bytes(1000, torch.bfloat16, gradients=False) == 2 * 1000 * 32 * 2
     with pytest.raises(OptionError, match="and this needs"):
         budget_for(limit, checkpoint, replace(demand, tokens=limit // (32 * 4)))
 
@@ -356,9 +376,14 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             apply(pruning_plan(kept), checkpoint, tmp_path / "result")
-    for changed in (narrowed_expert(0, range(4)), kept_expert(1), replace(kept_expert(0), router=(Source(0), Source(3)))):
-        plan = Plan({layer: (changed, kept_expert(1), kept_expert(2)) for layer in checkpoint.config.moe_layers})
-        with pytest.raises(UnsupportedError, match="runs through transformers here"):
+    others_whole = kept_expert(1), kept_expert(2)
+    for changed, message in (
+        (narrowed_expert(0, range(4)), "keeps 4 to 16 hidden units; add --uniform"),
+        (kept_expert(1), "runs through transformers here"),
+        (replace(kept_expert(0), router=(Source(0), Source(3))), "runs through transformers here"),
+    ):
+        plan = Plan(dict.fromkeys(checkpoint.config.moe_layers, (changed, *others_whole)))
+        with pytest.raises(UnsupportedError, match=message):
             apply(plan, checkpoint, tmp_path / "result")
     with pytest.raises(UnsupportedError, match="runs through transformers here"):
         checkpoint.source(torch.float32)
@@ -382,4 +407,7 @@ def test_every_family(family: Any, tmp_path: Path) -> None:
     else:
         assert isinstance(found, dict), found
         assert set(found) == set(COLUMNS)
-        assert max(found.values()) < 1e-4
+        assert max(each for each in found.values() if isinstance(each, float)) < 1e-4
+        reasons = [each for each in found.values() if isinstance(each, str)]
+        assert len(reasons) <= 1
+        assert all("also decides the shape of" in reason for reason in reasons)
