@@ -25,6 +25,7 @@ def export(given: Given) -> Figures:
     if given.values["format"] in FILE_EXPORTS:
         return FILE_EXPORTS[given.values["format"]](given, kind)
     given.refuse(("type",), "for GGUF files; --precision is that of a graph")
+    given.refuse(("imatrix_output", "samples", "sequence_length"), "for GGUF files")
     return EXPORTS[kind](given)
 
 
@@ -68,11 +69,13 @@ def _export_gguf(given: Given, kind: Kind) -> Figures:
 
     if kind != "decoder":
         raise OptionError(f"{given.values['model']}: is a model of the kind {kind}, which is not written as GGUF")
-    given.refuse(("precision", "experts", "data", *SKIP_OPTIONS), "for ONNX graphs")
+    given.refuse(("precision", "experts", *SKIP_OPTIONS), "for ONNX graphs")
     given.refuse(("push_to_hub",), "for directories, and a GGUF file is one file")
     output = given.values["output"] or Path(f"{given.result_name.removesuffix('.gguf')}-{given.values['type']}.gguf")
-    figures = export_gguf(given.make(GgufExportOptions, output=output), progress_bar)
+    figures = export_gguf(given.make(GgufExportOptions, **given.of_job("", output=output)), progress_bar)
     given.say(f"{_written(figures)}, in {_cost(figures)}")
+    if figures["imatrix"]:
+        given.say(f"{figures['imatrix']}: importance matrix of {figures['calibration_tokens']:,} tokens")
     if figures["tokenizer_problem"]:
         given.say(f"note: the file has no tokenizer ({figures['tokenizer_problem']}); give its reader token ids")
     return figures

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from calibrate.batches import calibration_texts
+from calibrate.product_inputs import InputSums, collect_inputs
 from compress.export.parity import LENGTHS, TEXTS, Allowed, Reference, check_steps, compared, sequences
 from compress.options.export import GGUF_TYPES, GgufExportOptions
 from compress.run.claims import claiming
@@ -16,6 +19,7 @@ from engine.checkpoint.artifact import check_file_output
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf_vocabulary import tokenizer_metadata, without_tokenizer
 from engine.checkpoint.gguf_writer import GgufRoundedCheckpoint, write_gguf
+from engine.checkpoint.imatrix_file import write_imatrix
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
@@ -36,13 +40,14 @@ _TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "he\u0301llo \
 
 def export_gguf(options: GgufExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Write the file and return the figures. Nothing is left where the file differs from the model."""
-    with claiming(None, options.output):
+    with claiming(None, options.output, options.imatrix_output):
         return _export(options, progress)
 
 
 def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
-    check_file_output(options.output, options.overwrite)
+    for output in filter(None, (options.output, options.imatrix_output)):
+        check_file_output(output, options.overwrite)
     check_name(options.output)
     checkpoint, written = Checkpoint(resolve(options.model)), WRITTEN_TYPES[ALIASES.get(options.type, options.type)]
     try:
@@ -54,16 +59,22 @@ def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
         tokenizer = tokenizer_metadata(checkpoint)
     except UnsupportedError as error:
         tokenizer, problem = without_tokenizer(checkpoint), str(error)
-    about = {"general.name": Path(options.model).name.removesuffix(SUFFIX), "general.file_type": written.number}
-    with replacing(options.output, "GGUF file", SUFFIX) as partial:
-        write_gguf(partial, checkpoint, description, types, about | tokenizer, lambda each: progress(each, "writing"))
+    inputs = _inputs(options, checkpoint, progress) if options.reads_text else _Inputs()
+    about = {"general.name": Path(options.model).name.removesuffix(SUFFIX), "general.file_type": written.number} | tokenizer
+    weights = inputs.sums.squares
+    with ExitStack() as named:
+        partial = named.enter_context(replacing(options.output, "GGUF file", SUFFIX))
+        write_gguf(partial, checkpoint, description, types, about, lambda each: progress(each, "writing"), weights)
         try:
             _compare_tokens(checkpoint, partial, tokenizer)
-            rounded = GgufRoundedCheckpoint(checkpoint.directory, description, types)
+            rounded = GgufRoundedCheckpoint(checkpoint.directory, description, types, weights)
             difference = _compare(rounded, Checkpoint(partial), progress)
         except CompressError as error:
             said = str(error).replace(str(partial), str(options.output))
             raise ExportError(f"{options.output}: the file differs from the engine: {said}; it was removed") from error
+        if options.imatrix_output is not None:
+            other = named.enter_context(replacing(options.imatrix_output, "importance matrix", SUFFIX))
+            write_imatrix(other, description, weights, inputs.sums.tokens, *inputs.text)
     return {
         "artifact": str(options.output.absolute()),
         "format": options.format,
@@ -71,12 +82,42 @@ def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
         "tensors_by_type": dict(Counter(kind.name for kind in types.values())),
         "experts_per_layer": list(checkpoint.config.experts_per_layer),
         "parameters": checkpoint.parameters,
+        "imatrix": None if options.imatrix_output is None else str(options.imatrix_output.absolute()),
+        "calibration_tokens": inputs.sequences * inputs.length,
         "max_abs_logit_difference": difference,
         "tokenizer_problem": problem,
         "bytes": options.output.stat().st_size,
         "seconds": time.monotonic() - started,
         "peak_memory_bytes": peak_memory_bytes(),
     }
+
+
+class _Inputs(NamedTuple):
+    """The inputs of products, and the text on which they were collected."""
+
+    sums: InputSums = InputSums()
+    data: str = ""
+    sequences: int = 0
+    length: int = 0
+
+    @property
+    def text(self) -> tuple[str, int, int]:
+        """Return the text's source and shape."""
+        return self[1:]
+
+
+def _inputs(options: GgufExportOptions, checkpoint: Checkpoint, progress: Progress) -> _Inputs:
+    calibration = options.calibration.filled(checkpoint)
+    tokens_SL, _ = calibration_texts(calibration, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
+    assert calibration.data is not None
+    sums = collect_inputs(
+        checkpoint,
+        tokens_SL,
+        dtype=options.dtype or checkpoint.model_dtype,
+        device=options.device,
+        progress=lambda layers: progress(layers, "inputs of products (layers)"),
+    )
+    return _Inputs(sums, calibration.data, *tokens_SL.shape)
 
 
 @torch.inference_mode()

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from calibrate.options import CalibrationOptions
 from compress.options.job import OUTPUT, JobOptions
 from engine.errors import OptionError
 from engine.generation.options import OpenOptions
-from engine.options import check, declared, like, option
+from engine.options import changed, check, declared, left_out, like, option, part
+
+if TYPE_CHECKING:
+    import torch
 
 WRITE = "What to write"
 PRECISION_BITS = {"float32": None, "float16": None, "int8": 8, "int4": 4}
@@ -78,12 +82,7 @@ class ClassifierExportOptions:
     model: str = like(JobOptions, "model")
     output: Path = like(ExportOptions, "output")
     precision: str = like(ExportOptions, "precision", choices=tuple(CLASSIFIER_PRECISIONS), models="classifiers")
-    data: str | None = option(
-        None,
-        group="Classifiers",
-        unset="those it was distilled on",
-        help="Examples to calibrate int8 on and to compare predictions on.",
-    )
+    data: str | None = like(CalibrationOptions, "data", unset="those it was distilled on")
     threads: int | None = None
     overwrite: bool = like(JobOptions, "overwrite")
 
@@ -100,7 +99,29 @@ class GgufExportOptions:
     output: Path = like(ExportOptions, "output")
     format: str = like(ExportOptions, "format", default="gguf", choices=("gguf",))
     type: str = option("bf16", group=WRITE, metavar="|".join(GGUF_TYPES), help="Type of the numbers in a GGUF file.")
+    imatrix_output: Path | None = option(
+        None,
+        group=OUTPUT,
+        help="Also write the importance matrix of --data, by which llama-quantize of llama.cpp weighs errors.",
+    )
+    calibration: CalibrationOptions = part(
+        CalibrationOptions,
+        data=changed(
+            unset="none for a GGUF file; for classifiers those they were distilled on",
+            help="Text that weighs the rounding to a GGUF file; for classifiers, examples to calibrate int8 on and to "
+            "compare predictions on.",
+        ),
+        evaluation_samples=left_out(0),
+        windows=left_out(),
+    )
     overwrite: bool = like(JobOptions, "overwrite")
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the inputs of products are collected on a text."""
+        return self.calibration.data is not None or self.imatrix_output is not None
 
     def __post_init__(self) -> None:
         check(self)
@@ -109,8 +130,11 @@ class GgufExportOptions:
                 f"type {self.type!r} is not written; take one of {', '.join(GGUF_TYPES)}, or quantize a bf16 file with "
                 "llama-quantize of llama.cpp"
             )
-        if self.output.suffix != ".gguf":
-            raise OptionError(f"{self.output}: the name of a GGUF file ends in .gguf; give another --output")
+        for path, flag in ((self.output, "--output"), (self.imatrix_output, "--imatrix-output")):
+            if path is not None and path.suffix != ".gguf":
+                raise OptionError(f"{path}: the name of a GGUF file ends in .gguf; give another {flag}")
+        if self.imatrix_output is not None and self.imatrix_output.absolute() == self.output.absolute():
+            raise OptionError(f"{self.output}: is the model and the importance matrix; give another --imatrix-output")
         check_packages(("gguf",), extra="gguf")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from engine.kernels.linear import plain
 _VERSION_KEY, _QUANTIZATION_VERSION = "general.quantization_version", 2
 _BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 """Quantized types that the package `gguf` writes."""
+NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
+"""All columns count equally."""
 
 
 def write_gguf(
@@ -37,15 +40,20 @@ def write_gguf(
     types: Mapping[str, BlockType],
     metadata: Mapping[str, Any],
     progress: Callable[[Iterable[StoredTensor]], Iterable[StoredTensor]] = iter,
+    weights: Mapping[str, Tensor] = NO_WEIGHTS,
 ) -> None:
-    """Write a file. `metadata` is beside that of the description. Raises UnsupportedError for numbers that do not fit."""
+    """Write a file. `metadata` is beside that of the description. Raises UnsupportedError for numbers that do not fit.
+
+    weights: how much the squared error of each column counts, [inputs], by the family's name of a matrix.
+    """
     assert ALIGNMENT_KEY not in metadata
     said = dict(description.metadata) | dict(metadata) | {_VERSION_KEY: _QUANTIZATION_VERSION}
     layout = {tensor.name: (types[tensor.name], tensor.shape) for tensor in description.tensors}
     with GgufFileWriter(path, (metadata_entry(*each) for each in said.items()), layout) as file:
         for tensor in progress(description.tensors):
             kind = types[tensor.name]
-            file.write(tensor.name, (encoded(piece, kind, tensor.name) for piece in pieces(checkpoint, tensor)))
+            own = zip(pieces(checkpoint, tensor), column_weights(tensor, weights), strict=True)
+            file.write(tensor.name, (encoded(piece, kind, tensor.name, w_I) for piece, w_I in own))
             checkpoint.release()
 
 
@@ -63,13 +71,24 @@ def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
         yield whole.contiguous()
 
 
+def column_weights(tensor: StoredTensor, weights: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """Return the weights of the columns of each of a tensor's pieces.
+
+    The keys of absorbed latent attention are stored by columns, so that weights of the inputs are not weights of columns.
+    """
+    return [None if tensor.has_keys else weights.get(source) for source in tensor.sources]
+
+
 def is_written(kind: BlockType) -> bool:
     """Return whether `encoded` writes a type."""
     return kind.element is not None or kind.name in (*_BY_PACKAGE, *K_TYPES)
 
 
-def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
-    """Return a tensor in a type's bytes, by rows. Raises UnsupportedError for numbers that are too large for the type."""
+def encoded(numbers: Tensor, kind: BlockType, name: str, weights_I: Tensor | None = None) -> np.ndarray:
+    """Return a tensor in a type's bytes, by rows. Raises UnsupportedError for numbers that are too large for the type.
+
+    weights_I: how much the squared error of each column counts; None for equally.
+    """
     if kind.element is not None:
         converted = numbers.to(kind.element.torch)
         if not bool(converted.isfinite().all()):
@@ -77,7 +96,7 @@ def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
         return converted.view(torch.uint8).numpy()
     if kind.name in K_TYPES:
         try:
-            return rounded_to_k(numbers.reshape(-1, numbers.shape[-1]), kind).numpy()
+            return rounded_to_k(numbers.reshape(-1, numbers.shape[-1]), kind, weights_I).numpy()
         except UnsupportedError as error:
             raise UnsupportedError(f"{name} {error}") from error
     import gguf
@@ -91,31 +110,38 @@ def encoded(numbers: Tensor, kind: BlockType, name: str) -> np.ndarray:
     return np.asarray(found)
 
 
-def rounded(numbers: Tensor, kind: BlockType) -> Tensor:
+def rounded(numbers: Tensor, kind: BlockType, weights_I: Tensor | None = None) -> Tensor:
     """Return the float32 numbers that a type keeps of a tensor, as the package `gguf` reads them."""
     if kind.element is not None:
         return numbers.to(kind.element.torch).float()
     import gguf
 
     number = gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name])
-    return torch.from_numpy(gguf.quants.dequantize(encoded(numbers, kind, ""), number)).view(numbers.shape)
+    return torch.from_numpy(gguf.quants.dequantize(encoded(numbers, kind, "", weights_I), number)).view(numbers.shape)
 
 
 class GgufRoundedCheckpoint(Checkpoint):
     """A checkpoint with the numbers that a GGUF file of it keeps, as weights in float32."""
 
-    def __init__(self, directory: Path, description: Description, types: Mapping[str, BlockType]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        description: Description,
+        types: Mapping[str, BlockType],
+        weights: Mapping[str, Tensor] = NO_WEIGHTS,
+    ) -> None:
+        """weights: those that the file was written with."""
         super().__init__(directory)
-        self._rounding: dict[str, list[BlockType]] = {}
+        self._rounding: dict[str, list[tuple[BlockType, Tensor | None]]] = {}
         for tensor in description.tensors:
-            for source in tensor.sources:
-                self._rounding.setdefault(source, []).append(types[tensor.name])
+            for source, w_I in zip(tensor.sources, column_weights(tensor, weights), strict=True):
+                self._rounding.setdefault(source, []).append((types[tensor.name], w_I))
 
     def stored(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight after rounding."""
-        whole, kinds = plain(super().stored(name, torch.float32), torch.float32), self._rounding[name]
-        if len(kinds) == 1:
-            return rounded(whole.contiguous(), kinds[0])
+        whole, rounding = plain(super().stored(name, torch.float32), torch.float32), self._rounding[name]
+        if len(rounding) == 1:
+            return rounded(whole.contiguous(), *rounding[0])
         assert self.config.latent is not None
         parts = separated(whole.float(), self.config.attention_heads, self.config.latent.plain_dimension)
-        return joined(*(rounded(part.contiguous(), kind) for part, kind in zip(parts, kinds, strict=True)))
+        return joined(*(rounded(part.contiguous(), *own) for part, own in zip(parts, rounding, strict=True)))

@@ -119,7 +119,7 @@ class Expert(nn.Module):
             alone = Selection(torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1))
             if (y_TD := self._compiled(x_TD, (self,), alone, choice=choice)) is not None:
                 return y_TD
-        is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS
+        is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS and choice.observer is None
         if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
             # Without padding, each number of tokens would be a new shape, for which oneDNN compiles code.
             x_DT, dtype = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_OF_TOKENS)).T, x_TD.dtype

@@ -55,6 +55,7 @@ from engine.families.tensor_names import (
     expert_parts,
     expert_tensor,
     gate_hidden_tensor,
+    head_tensor,
     logit_bias_tensor,
     router_bias_tensor,
     router_noise_tensor,
@@ -282,7 +283,7 @@ class Outer:
     def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
         self._config = config
         self._norm, self._norm_bias = _norm(config, FINAL_NORM, tensor)
-        self.head_VD = as_tensor(tensor("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"))
+        self.head_VD = as_tensor(tensor(head_tensor(config)))
         self.head_bias_V = as_tensor(tensor("lm_head.bias")) if config.head_bias else None
 
     def hidden_states(self, x_BLD: Tensor) -> Tensor:

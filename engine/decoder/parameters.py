@@ -13,6 +13,7 @@ from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
 from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.decoder.short_convolution import ShortConvolution
+from engine.families.config import DecoderConfig
 from engine.families.tensor_names import (
     LATENT_UP,
     LIGHTNING,
@@ -30,6 +31,9 @@ from engine.families.tensor_names import (
 )
 from engine.kernels.quantized_weight import LowBitWeight
 
+Named = tuple[str, nn.Parameter | LowBitWeight]
+"""A weight and its name."""
+
 
 def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
     """Return every parameter by its name on disk; tied embeddings appear once.
@@ -40,12 +44,7 @@ def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
     found = {"model.embed_tokens.weight": decoder.embedding_VD}
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
-        prefix = f"model.layers.{index}"
-        found |= _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias)
-        own = attention_prefix(decoder.config, index)
-        found.update({f"{own}.{name}": parameter for name, parameter in attention_parameters(layer.attention)})
-        found |= _named(f"{prefix}.post_attention_layernorm", layer.feed_forward_norm, layer.feed_forward_norm_bias)
-        found.update(_feed_forward(decoder, index, layer))
+        found.update(_parameters(layer_weights(decoder.config, index, layer)))
     found |= _named(FINAL_NORM, decoder.norm, decoder.norm_bias)
     if decoder.head is not decoder.embedding_VD and isinstance(decoder.head, nn.Parameter):
         found["lm_head.weight"] = decoder.head
@@ -58,13 +57,26 @@ def _named(name: str, weight: nn.Parameter, bias: nn.Parameter | None) -> dict[s
     return {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
 
 
-def _projections(names: Iterable[str], expert: Expert) -> Iterator[tuple[str, nn.Parameter]]:
-    pairs = zip(names, expert.projections, strict=True)
-    return ((name, parameter) for name, parameter in pairs if isinstance(parameter, nn.Parameter))
+def layer_weights(config: DecoderConfig, index: int, layer: DecoderLayer) -> Iterator[Named]:
+    """Yield the weights of a decoder layer, low-bit weights among them, by their names on disk."""
+    prefix, own = f"model.layers.{index}", attention_prefix(config, index)
+    yield from _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias).items()
+    yield from ((f"{own}.{name}", weight) for name, weight in _attention(layer.attention))
+    norm = layer.feed_forward_norm, layer.feed_forward_norm_bias
+    yield from _named(f"{prefix}.post_attention_layernorm", *norm).items()
+    yield from _feed_forward(config, index, layer)
 
 
 def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a layer's attention, by their names within it."""
+    return _parameters(_attention(attention))
+
+
+def _parameters(weights: Iterable[Named]) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, weight) for name, weight in weights if isinstance(weight, nn.Parameter))
+
+
+def _attention(attention: nn.Module) -> Iterator[Named]:
     if isinstance(attention, LightningAttention):
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
         named: dict[str, nn.Parameter | LowBitWeight | None] = dict(zip(LIGHTNING, own, strict=True))
@@ -77,7 +89,7 @@ def attention_parameters(attention: nn.Module) -> Iterator[tuple[str, nn.Paramet
     else:
         assert isinstance(attention, Attention)
         named = _grouped(attention)
-    return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
+    return ((name, weight) for name, weight in named.items() if weight is not None)
 
 
 def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | LowBitWeight, ...]:
@@ -116,10 +128,10 @@ def _grouped(attention: Attention) -> dict[str, nn.Parameter | LowBitWeight | No
     }
 
 
-def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator[tuple[str, nn.Parameter]]:
-    row, block = decoder.config.architecture, layer.feed_forward
+def _feed_forward(config: DecoderConfig, index: int, layer: DecoderLayer) -> Iterator[Named]:
+    row, block = config.architecture, layer.feed_forward
     if isinstance(block, Expert):
-        yield from _projections((dense_tensor(index, p) for p in range(3)), block)
+        yield from zip((dense_tensor(index, p) for p in range(3)), block.projections, strict=True)
     elif isinstance(block, MoeBlock):
         yield router_tensor(row, index), block.router_ND
         if block.gate_hidden_HD is not None:
@@ -130,8 +142,9 @@ def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator
             yield bias, block.logit_bias_N
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
-            yield from _projections((expert_tensor(row, index, number, p) for p in expert_parts(row)), expert)
+            names = (expert_tensor(row, index, number, p) for p in expert_parts(row))
+            yield from zip(names, expert.projections, strict=True)
         if block.shared is not None:
-            yield from _projections((shared_tensor(row, index, p) for p in range(3)), block.shared)
+            yield from zip((shared_tensor(row, index, p) for p in range(3)), block.shared.projections, strict=True)
         if block.shared_gate_1D is not None and (gate := shared_gate_tensor(row, index)) is not None:
             yield gate, block.shared_gate_1D

@@ -41,6 +41,11 @@ _DENSE_DOWN = f"mlp.{PROJECTIONS[DOWN]}"
 _WITHIN_LAYER = re.compile(r"(model\.layers\.\d+\.|)(.+)\.(\w+)")
 
 
+def head_tensor(config: DecoderConfig) -> str:
+    """Return the name of the matrix that gives the logits."""
+    return "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+
+
 def attention_prefix(config: DecoderConfig, layer: int) -> str:
     """Return the prefix of a layer's attention."""
     linear = config.layers[layer].linear

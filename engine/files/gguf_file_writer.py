@@ -1,4 +1,8 @@
-"""GGUF files written: a header, and then each tensor's bytes, piece by piece. The format is that of gguf_header.py."""
+"""GGUF files written: a header, and then each tensor's bytes, piece by piece. The format is that of gguf_header.py.
+
+The header is written here because GGUFWriter of the package `gguf` refuses empty lists and puts the architecture first, so
+that the metadata of a file would not be copied as they are; a test compares all that both write.
+"""
 
 from __future__ import annotations
 

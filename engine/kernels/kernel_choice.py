@@ -7,7 +7,7 @@ the pass's choice; without one, torch computes it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -41,6 +41,8 @@ class KernelChoice:
     """
     threads: int | None = None
     """Threads of the compiled kernels; None for torch's number."""
+    observer: Callable[[Tensor, Sequence[Any]], None] | None = None
+    """Sees the input of every product that torch computes, and the weights that are multiplied by it."""
 
     def with_threads(self, threads: int | None) -> KernelChoice:
         """Return this choice with another number of threads."""

@@ -58,6 +58,8 @@ def linears(
     x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], choice: KernelChoice = TORCH
 ) -> list[Tensor]:
     """Return `linear` of x with each of several weights. A few rows take one compiled call for all weights."""
+    if choice.observer is not None:
+        choice.observer(x, weights)
     rows = x.numel() // x.shape[-1]
     kernels, many = choice.for_products(rows, x), choice.takes_many(rows)
     form = kernel_form(kernels, weights) if kernels is not None and serves_rows(kernels, weights, many=many) else None

@@ -20,6 +20,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import FINAL_NORM
 from engine.decoder.routing import Routing
 from engine.families.results import check_onnx
+from engine.families.tensor_names import head_tensor
 from engine.files.json_file import writing
 from engine.onnx.attention import AttentionForm, attention, attention_form
 from engine.onnx.experts import feed_forward
@@ -108,7 +109,7 @@ def _head(parts: Parts, x_BLD: str) -> None:
     first = graph.node("Neg", keep)
     kept_BKD = graph.node("Slice", x_BLD, first, graph.integers(EVERY_POSITION), graph.integers(1))
     normed_BKD = parts.times(parts.norm(kept_BKD, FINAL_NORM), 1.0 / config.multipliers.logits)
-    head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
+    head = head_tensor(config)
     bias = "lm_head.bias" if config.head_bias else None
     parts.logits(normed_BKD, head, (config.vocabulary_size, config.hidden_size), bias)
     graph.output("logits", graph.element_type, ("batch_size", "kept_length", config.vocabulary_size))

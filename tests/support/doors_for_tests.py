@@ -1,6 +1,7 @@
 """Every way in which this program reads a model directory. Each is run in a forked process that is watched from outside.
 
 A place has `artifact` (a pruned model whose layers differ, with skip tables), `export` (the artifact as an ONNX graph),
+`model.gguf` (the model before it was pruned),
 `text.txt`, `plan.json`, `statistics`, `work` (files of an interrupted run) and `run`, an empty directory to run doors in.
 """
 
@@ -154,6 +155,11 @@ OF_EXPORTS = (
     "chat",
 )
 """Doors that take an exported model."""
+OF_GGUF = (
+    *("inspect", "generate", "evaluate", "bench", "calibrate", "prune", "merge", "densify", "quantize", "export"),
+    *("compare", "serve", "chat"),
+)
+"""Doors that take a GGUF file."""
 NEEDS_A_NETWORK = ("evaluate --tasks",)
 """Doors that use the network unless they refuse. They run only for attacks that they must refuse."""
 SAID = {
@@ -210,6 +216,7 @@ def make_place(place: Path) -> None:
         _command("prune", "../model", "--plan", "../cut.json", *TEXT, "--evaluation-samples", "0", "-o", "../artifact"),
         _command("export", "{model}", "-o", "../export"),
         _command("calibrate", "{model}", *TEXT, "-o", "../statistics"),
+        _command("export", "../model", "--format", "gguf", "--type", "f32", "-o", "../model.gguf"),
     ):
         _must_end_well(enter, place, place / "artifact")
     _interrupt(place)

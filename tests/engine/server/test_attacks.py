@@ -1,10 +1,11 @@
-"""Model directories that were made to harm their users: every door refuses them in one line, or is not harmed.
+"""Models that were made to harm their users: every door refuses them in one line, or is not harmed.
 
-Each file of tests/attacks/directories is one attack: `plant(directory)` damages a copy of a good artifact (or of an
-exported one, with OF = "export"), and may damage `plan.json`, `statistics`, `work` and `text.txt` beside it. Then doors are
-run (see doors_for_tests.py). Those that REFUSED_BY names must refuse with one line that contains SAYS. All others must
-refuse or give their result without the attack (any result, with RESULT_MAY_DIFFER = True). None may end by a
-signal, hang, show a traceback, change anything outside its output, or leave a file named `pwned`.
+Each file of tests/attacks/directories and tests/attacks/gguf is one attack: `plant(path)` damages a copy of a good artifact
+(with OF = "export" of an exported one, with OF = "model.gguf" of a GGUF file), and may damage `plan.json`, `statistics`,
+`work` and `text.txt` beside it. Then doors are run (see doors_for_tests.py). Those that REFUSED_BY names must refuse with
+one line that contains SAYS. All others must refuse or give their result without the attack (any result, with
+RESULT_MAY_DIFFER = True). None may end by a signal, hang, show a traceback, change anything outside its output, or leave a
+file named `pwned`.
 
 Here an attack is tried on the doors of REFUSED_BY and DOORS or, if it names none, on a few that read a directory in
 different ways. The script runs the named attacks, or all of them; with --all on every door, which takes minutes:
@@ -29,23 +30,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import pytest
-from attacks_for_tests import ATTACKS, attack_files, load_attack
-from doors_for_tests import DOORS, NEEDS_A_NETWORK, OF_EXPORTS, make_place, run_door
+from attacks_for_tests import attack_files, load_attack
+from doors_for_tests import DOORS, NEEDS_A_NETWORK, OF_EXPORTS, OF_GGUF, make_place, run_door
 
 from engine.checkpoint.artifact import FILE_NAME
 from engine.files.json_file import load_json, write_json
 from engine.files.sha256 import file_sha256
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMES = [path.stem for path in attack_files("directories")]
+FILES = {path.stem: path for folder in ("directories", "gguf") for path in attack_files(folder)}
+NAMES = list(FILES)
 FEW = ("inspect --checksums", "generate", "bench --backend transformers", "prune", "export")
 """Doors that read a directory in different ways: checksums, the engine, transformers, a copy of files, another writer."""
-FEW_OF_EXPORTS = ("inspect --checksums", "generate")
+POSSIBLE = {"artifact": tuple(DOORS), "export": OF_EXPORTS, "model.gguf": OF_GGUF}
+"""Doors that take a model of each kind."""
+CHOSEN = {"artifact": FEW, "export": ("inspect --checksums", "generate"), "model.gguf": ("inspect", "generate", "prune")}
 
 
 def whole_attack(name: str) -> Any:
     """Return the module of an attack, with defaults for its missing names."""
-    attack = load_attack(ATTACKS / "directories" / f"{name}.py")
+    attack = load_attack(FILES[name])
     for constant, value in (("OF", "artifact"), ("DOORS", ()), ("RESULT_MAY_DIFFER", False), ("SIGNED", False)):
         if not hasattr(attack, constant):
             setattr(attack, constant, value)
@@ -54,7 +58,7 @@ def whole_attack(name: str) -> Any:
 
 def possible_doors(attack: Any) -> tuple[str, ...]:
     """Return the doors that take a directory of this kind."""
-    return tuple(DOORS) if attack.OF == "artifact" else OF_EXPORTS
+    return POSSIBLE[attack.OF]
 
 
 def refusing_doors(attack: Any) -> tuple[str, ...]:
@@ -65,8 +69,7 @@ def refusing_doors(attack: Any) -> tuple[str, ...]:
 def chosen_doors(attack: Any) -> tuple[str, ...]:
     """Return the doors that the tests try."""
     named = () if attack.REFUSED_BY in ("every", ("every",)) else tuple(attack.REFUSED_BY)
-    few = FEW if attack.OF == "artifact" else FEW_OF_EXPORTS
-    return tuple(dict.fromkeys((*named, *attack.DOORS))) or few
+    return tuple(dict.fromkeys((*named, *attack.DOORS))) or CHOSEN[attack.OF]
 
 
 def sign(directory: Path) -> None:
@@ -98,7 +101,7 @@ class Range:
 
     def open_all_doors(self) -> None:
         """Raise AssertionError for a door that does not accept good files."""
-        for of, doors in (("artifact", DOORS), ("export", OF_EXPORTS)):
+        for of, doors in POSSIBLE.items():
             for door in doors:
                 if door not in NEEDS_A_NETWORK:
                     self.result(door, of)

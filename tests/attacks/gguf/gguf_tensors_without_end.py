@@ -1,0 +1,14 @@
+"""A count of 2^62 tensors: a reader that makes room for them takes all memory."""
+
+from pathlib import Path
+
+from gguf_damage_for_tests import change
+
+OF = "model.gguf"
+REFUSED_BY = ("every",)
+SAYS = "do not fit"
+
+
+def plant(file: Path) -> None:
+    """Change the count, which follows magic and version."""
+    change(file, 8, "Q", 2**62)
