@@ -269,7 +269,7 @@ def test_one_bad_sequence_ends_alone(own_engine: Engine, monkeypatch: pytest.Mon
     bad = min(set(range(3, 250)) - seen)
     embedding = own_engine.decoder.embedding_VD.data.clone()
     embedding[bad] = torch.nan
-    monkeypatch.setattr(own_engine.decoder, "embedding_VD", torch.nn.Parameter(embedding, requires_grad=False))
+    monkeypatch.setattr(own_engine.decoder, "embedding", torch.nn.Parameter(embedding, requires_grad=False))
     poisoned = Request((*prompt(9, 5), bad, *prompt(4, 6)), 12)
     size = cache_of(own_engine, 64)
     first, bad_one, second, third = serve(
