@@ -27,12 +27,11 @@ _OWN_ERROR = 1e-4
 _ROUNDINGS = 4
 """Most roundings of a weight by which a router's result may differ: scores, sum, quotient and scale."""
 
-_INPUT_SIZES = (0.1, 0.1, 1.0, 1.0, 10.0, 10.0)
-"""Standard deviations of the inputs that a router is asked about."""
-_ASKED_TOKENS = 64
+_INPUT_SIZES = {0.1: 1.0, 1.0: 1.0, 10.0: 0.95}
+"""Standard deviations of the inputs that a router is asked about, and the share of tokens whose sums must agree. A router
+that divides by a sum plus ε gives less where all scores are tiny, as large inputs make them."""
+_ASKED_TOKENS = 128
 """Number of tokens of each size, at least."""
-_AGREEING = 0.95
-"""Share of the tokens whose sums must agree: a router that divides by a sum plus ε gives less where all scores are tiny."""
 
 
 class OwnRouting:
@@ -246,7 +245,7 @@ def _normalises(router: nn.Module, given: Sequence[Any], options: Mapping[str, A
 
     given, options: what the router was called with.
     """
-    generator, sums, tolerance = torch.Generator().manual_seed(0), [], 0.0
+    generator, sums = torch.Generator().manual_seed(0), dict[float, Tensor]()
     numbers = [value for value in (*given, *options.values()) if isinstance(value, Tensor) and value.is_floating_point()]
     shape = numbers[0].shape  # the hidden states; other arguments, such as a selection bias, stay as they are
 
@@ -255,11 +254,15 @@ def _normalises(router: nn.Module, given: Sequence[Any], options: Mapping[str, A
             return value
         return (torch.randn(shape, generator=generator) * size).to(value)
 
-    for size in _INPUT_SIZES * -(-_ASKED_TOKENS // shape[:-1].numel()):
+    def asked(size: float) -> Tensor:
         inputs = [noise(value, size) for value in given]
         made = type(router).forward(router, *inputs, **{name: noise(value, size) for name, value in options.items()})
-        sums.append(made[1].double().reshape(-1, made[1].shape[-1]).sum(-1))
-        tolerance = 2 * torch.finfo(made[1].dtype).eps + _OWN_ERROR
-    sums_T = torch.cat(sums)
-    usual = sums_T.median()
-    return float(((sums_T - usual).abs() <= tolerance * usual.abs()).double().mean()) >= _AGREEING
+        weights: Tensor = made[1]
+        return weights.reshape(-1, weights.shape[-1])
+
+    for size in _INPUT_SIZES:
+        weights_TS = torch.cat([asked(size) for _ in range(-(-_ASKED_TOKENS // shape[:-1].numel()))])
+        tolerance, sums[size] = 2 * torch.finfo(weights_TS.dtype).eps + _OWN_ERROR, weights_TS.double().sum(-1)
+    usual = torch.cat([*sums.values()]).median()
+    agreeing = {size: ((sums_T - usual).abs() <= tolerance * usual.abs()).double().mean() for size, sums_T in sums.items()}
+    return all(float(agreeing[size]) >= least for size, least in _INPUT_SIZES.items())
