@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from engine.transformers_models.interface_families import classes_of, has_interf
 from engine.transformers_models.stack_of import generic
 from engine.transformers_models.stored_experts import StoredExperts
 from engine.transformers_models.transformers_model import quiet_transformers
+
+Key = TypeVar("Key", CountKey, WidthKey)
 
 _RELEASE_EVERY_BYTES = 64 << 20
 SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
@@ -118,16 +120,17 @@ class AdaptedCheckpoint(Checkpoint):
     @cached_property
     def count_key(self) -> CountKey:
         """The entry of config.json with the number of experts, and the tensors whose shapes depend on it."""
-        try:
-            return find_count_key(self.raw_config, self.build, self.found, text_path(self.model.config))
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{self.directory}: {error}") from error
+        return self._found_key(find_count_key)
 
     @cached_property
     def width_key(self) -> WidthKey:
         """The entry of config.json with the width of experts."""
+        return self._found_key(find_width_key)
+
+    def _found_key(self, find: Callable[..., Key]) -> Key:
+        """Return an entry of config.json. Raises UnsupportedError, which names the directory, where it is not found."""
         try:
-            return find_width_key(self.raw_config, self.build, self.found, text_path(self.model.config))
+            return find(self.raw_config, self.build, self.found, text_path(self.model.config))
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.directory}: {error}") from error
 

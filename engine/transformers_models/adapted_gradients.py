@@ -49,9 +49,6 @@ class AdaptedLayerwiseDecoder(LayerwiseDecoder):
 
     checkpoint: AdaptedCheckpoint
 
-    def __init__(self, checkpoint: AdaptedCheckpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        super().__init__(checkpoint, dtype, device)
-
     def hidden_states(
         self, tokens_SL: Tensor, directory: Path | None = None, budget: MemoryBudget = UNLIMITED
     ) -> Activations:
