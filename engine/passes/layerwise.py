@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,19 @@ Its arguments are the hidden states after the last norm [B, L, D], the model for
 """
 SWEEP_TOKENS = 32768
 """Tokens that pass through all layers together where layers are read one by one."""
+
+
+class BackwardPass(NamedTuple):
+    """A pass with gradients over a text; its parts are the arguments of `backward`."""
+
+    tokens_SL: Tensor
+    route: Route
+    observe: Observe
+    loss: Loss
+    trained: Mapping[str, Tensor]
+    generator: torch.Generator | None
+    directory: Path | None
+    budget: MemoryBudget
 
 
 class LayerwiseDecoder:
@@ -104,18 +117,9 @@ class LayerwiseDecoder:
         """Return the number of tokens that pass through all layers together; each layer is read twice per sweep."""
         return SWEEP_TOKENS
 
-    def backward(
-        self,
-        tokens_SL: Tensor,
-        seen: tuple[Route, Observe],
-        loss: Loss,
-        trained: Mapping[str, Tensor],
-        generator: torch.Generator | None,
-        directory: Path | None,
-        budget: MemoryBudget,
-    ) -> float:
-        """Add the gradient of Σ loss to .grad of the `trained` tensors; return the loss. The arguments are `backward`'s."""
-        return _Pass(self, tokens_SL, seen, loss, trained, generator, directory, budget).run()
+    def backward(self, asked: BackwardPass) -> float:
+        """Add the gradient of Σ loss to .grad of the `trained` tensors; return the loss."""
+        return _Pass(self, asked).run()
 
 
 AnyDecoder = Decoder | LayerwiseDecoder
@@ -140,7 +144,7 @@ def backward(
     `generator` is the random generator of `loss`.
     """
     if isinstance(model, LayerwiseDecoder):
-        return model.backward(tokens_SL, (route, observe), loss, trained, generator, directory, budget)
+        return model.backward(BackwardPass(tokens_SL, route, observe, loss, trained, generator, directory, budget))
     total = 0.0
     for rows in budget.batches(*tokens_SL.shape):
         routings = [route(number, block.routing, rows) for number, block in enumerate(model.moe_blocks)]
@@ -191,25 +195,15 @@ class _Pass:
     one more input.
     """
 
-    def __init__(
-        self,
-        model: LayerwiseDecoder,
-        tokens_SL: Tensor,
-        seen: tuple[Route, Observe],
-        loss: Loss,
-        trained: Mapping[str, Tensor],
-        generator: torch.Generator | None,
-        directory: Path | None,
-        budget: MemoryBudget,
-    ) -> None:
-        self.model, self.tokens_SL, (self.route, self.observe), self.loss = model, tokens_SL, seen, loss
-        self.trained, self.generator, self.budget = trained, generator, budget
+    def __init__(self, model: LayerwiseDecoder, asked: BackwardPass) -> None:
+        self.model = model
+        self.tokens_SL, self.route, self.observe, self.loss, self.trained, self.generator, directory, self.budget = asked
         self.layers, self.total = len(model.config.layers), 0.0
         self.first = min([model.config.moe_layers[0], *self.observe])
         """The first layer with anything trained."""
-        shape = (*tokens_SL.shape, model.config.hidden_size)
-        self.shelf = Shelf(directory, shape, model.dtype, together=self.layers + 2, budget=budget)
-        self.positions = layer_positions(model.checkpoint, tokens_SL, model.dtype, model.device)
+        shape = (*self.tokens_SL.shape, model.config.hidden_size)
+        self.shelf = Shelf(directory, shape, model.dtype, together=self.layers + 2, budget=self.budget)
+        self.positions = layer_positions(model.checkpoint, self.tokens_SL, model.dtype, model.device)
         self.kept: dict[str, Activations] = {}
 
     def run(self) -> float:

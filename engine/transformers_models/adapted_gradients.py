@@ -10,7 +10,6 @@ Shape suffixes: S sequences, B sequences of one batch, L positions, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import UnsupportedError
 from engine.passes import heap
 from engine.passes.activations import Activations
-from engine.passes.layerwise import LayerwiseDecoder, Loss, Observe, Route
+from engine.passes.layerwise import BackwardPass, LayerwiseDecoder, Loss
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.transformers_models.adapted_block import AdaptedBlock
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, sweep_tokens
@@ -59,44 +58,34 @@ class AdaptedLayerwiseDecoder(LayerwiseDecoder):
         """Return the number of tokens whose states before every layer stay in memory together."""
         return sweep_tokens(self.config, self.dtype, is_limited=budget.limit is not None)
 
-    def backward(
-        self,
-        tokens_SL: Tensor,
-        seen: tuple[Route, Observe],
-        loss: Loss,
-        trained: Mapping[str, Tensor],
-        generator: torch.Generator | None,
-        directory: Path | None,
-        budget: MemoryBudget,
-    ) -> float:
+    def backward(self, asked: BackwardPass) -> float:
         """Add the gradient of Σ loss to .grad of the `trained` tensors; return the loss. `directory` is not used."""
         total, steps = 0.0, [list[_Step]() for _ in range(self.checkpoint.found.count)]
-        given = self.checkpoint, tokens_SL, self.dtype, self.device, budget
+        given = self.checkpoint, asked.tokens_SL, self.dtype, self.device, asked.budget
         with running(*given, needs_logits=True, with_gradients=True) as (model, passes):
             for index, own in enumerate(steps):
                 with held_layer(self.checkpoint, model, index, self.dtype, self.device) as block:
                     self.checkpoint.read_ahead(index + 1)
                     for each in passes:
-                        self._set(block, index, seen, each.rows)
+                        self._set(block, index, asked, each.rows)
                         each.run_layer(index, partial(_forward, own, each.rows))
-                        total += _through_head(each, loss)
+                        total += _through_head(each, asked.loss)
             check_over(self.checkpoint, passes)
             for index in reversed(range(min(self.config.moe_layers), len(steps))):
                 with held_layer(self.checkpoint, model, index, self.dtype, self.device) as block:
                     self.checkpoint.read_ahead(index - 1)
                     for step in steps[index]:
-                        self._set(block, index, seen, step.rows)
+                        self._set(block, index, asked, step.rows)
                         _back_through(step)
                     steps[index].clear()
                 heap.give_back()
         return total
 
-    def _set(self, block: AdaptedBlock | None, index: int, seen: tuple[Route, Observe], rows: slice) -> None:
+    def _set(self, block: AdaptedBlock | None, index: int, asked: BackwardPass, rows: slice) -> None:
         """Give a block the routing for some sequences, and its observer."""
         if block is not None:
-            route, observe = seen
-            block.routing = route(self.config.moe_layers.index(index), block.own, rows)
-            block.unit_observer = observe.get(index)
+            block.routing = asked.route(self.config.moe_layers.index(index), block.own, rows)
+            block.unit_observer = asked.observe.get(index)
 
 
 def _through_head(own: Pass, loss: Loss) -> float:
