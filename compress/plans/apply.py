@@ -211,11 +211,15 @@ def apply(
     written; weights that are low-bit already are copied.
     """
     if isinstance(checkpoint, AdaptedCheckpoint):
-        if quantiser is not None:
-            raise checkpoint.refusal()
         made = _expert_tensors(plan, checkpoint) | _given(replaced)
-        changed = frozenset(replaced or ())
-        apply_adapted(plan, checkpoint, directory, made=made, replaced=changed, shard_bytes=shard_bytes, progress=progress)
+        apply_adapted(
+            *(plan, checkpoint, directory),
+            shard_bytes=shard_bytes,
+            made=made,
+            replaced=frozenset(replaced or ()),
+            quantiser=quantiser,
+            progress=progress,
+        )
         return
     check_fits(plan, checkpoint)
     check_nothing_is_lost(plan, checkpoint)
