@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from compress.options.quantize import QuantizeOptions
-from compress.plans.adapted_rounding import check_rounding
+from compress.plans.apply import check_rounded
 from compress.plans.plan import same_plan
 from compress.report.figures import QuantizeFigures
 from compress.rounding.activation_scales import Rescaling, activation_scales, load_rescaling
@@ -47,25 +47,17 @@ def prepare_quantizing(options: QuantizeOptions) -> Prepared:
     """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     checkpoint = open_mixture_checkpoint(resolve(options.model))
     check_plain(checkpoint)
-    if isinstance(checkpoint, AdaptedCheckpoint):
-        _check_adapted(options, checkpoint)
-    else:
-        options.quantiser.check(checkpoint.config)
+    if isinstance(checkpoint, AdaptedCheckpoint) and options.activation_aware:
+        raise OptionError(
+            "--activation-aware scales norms and the matrices that read them, and which these are is not known of a model "
+            f"of the family {checkpoint.model_type}, which transformers runs; leave it out"
+        )
+    check_rounded(options.quantiser, checkpoint)
     if options.reads_text:
         return prepare(options, checkpoint)
     calibration = options.calibration.filled(checkpoint)
     nothing = torch.empty(0, calibration.sequence_length or 0, dtype=torch.long)
     return Prepared(checkpoint, calibration, nothing, None, None, options.dtype or checkpoint.model_dtype)
-
-
-def _check_adapted(options: QuantizeOptions, checkpoint: AdaptedCheckpoint) -> None:
-    """Raise OptionError for options that a model that transformers runs does not support."""
-    if options.activation_aware:
-        raise OptionError(
-            "--activation-aware scales norms and the matrices that read them, and which these are is not known of a model "
-            f"of the family {checkpoint.model_type}, which transformers runs; leave it out"
-        )
-    check_rounding(options.quantiser, checkpoint, checkpoint.config.ffn_widths())
 
 
 def _make(run: QuantizeRun) -> Made:

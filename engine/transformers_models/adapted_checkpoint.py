@@ -248,6 +248,14 @@ class AdaptedCheckpoint(Checkpoint):
                     "row only; take the model before it was quantized"
                 )
 
+    def check_not_low_bit(self, instead: str) -> None:
+        """Raise UnsupportedError for low-bit weights, which transformers itself does not read. instead: what to do."""
+        if self.low_bit:
+            raise UnsupportedError(
+                f"{self.directory}: has weights of few bits, and transformers itself does not read those of a model of the "
+                f"family {self.model_type}; {instead}"
+            )
+
     def _check_own_names(self) -> None:
         """Raise CheckpointError for a low-bit weight of an expert that has another shape than config.json says."""
         for name, (layer, _, part) in self.own_names.items():
@@ -529,7 +537,7 @@ class AdaptedCheckpoint(Checkpoint):
         """Return the error of a command that needs our own decoder."""
         return UnsupportedError(
             f"{self.directory}: a model of the family {self.model_type} runs through transformers here, where `compress "
-            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate`, `merge` and uniform pruning "
+            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate`, `merge`, `quantize` and uniform pruning "
             "(`compress prune --uniform`) work"
         )
 

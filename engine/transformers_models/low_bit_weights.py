@@ -60,15 +60,15 @@ def low_bit_views(stored: Mapping[str, MappedFile], schemes: Sequence[Scheme]) -
 
 
 def _shape(stored: Mapping[str, MappedFile], name: str, schemes: Sequence[Scheme]) -> tuple[int, ...]:
-    """Return the shape of a weight that its packed integers and its scales have; empty if they match no scheme."""
+    """Return the shape of a weight by its packed integers and its scales; [0, 0] if they match no scheme."""
     packed, scales = (stored[own].entries[own].shape if own in stored else () for own in (name + PACKED, name + SCALE))
     if len(packed) != 2 or len(scales) != 2:
-        return ()
+        return 0, 0
     for bits, size in schemes:
         shape = packed[0], packed[1] * _WORD_BITS // bits if size == WHOLE_ROW else scales[1] * size
         if Scheme(bits, size).shapes(shape) == (packed, scales):
             return shape
-    return ()
+    return 0, 0
 
 
 # In memory
@@ -77,7 +77,9 @@ def _shape(stored: Mapping[str, MappedFile], name: str, schemes: Sequence[Scheme
 class LowBitLinear(nn.Module):
     """A linear layer of a model of transformers with a low-bit weight."""
 
-    def __init__(self, stored: QuantizedWeight, bias_O: nn.Parameter | None, dtype: torch.dtype, choice: KernelChoice) -> None:
+    def __init__(
+        self, stored: QuantizedWeight, bias_O: nn.Parameter | None, dtype: torch.dtype, choice: KernelChoice
+    ) -> None:
         """dtype: of the model. choice: kernels of the products."""
         super().__init__()
         self.stored, self.bias, self.choice, self._dtype = stored, bias_O, choice, dtype
