@@ -390,7 +390,7 @@ class AdaptedCheckpoint(Checkpoint):
         }
 
     def parts(self, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of each tensor that a weight is stored as, by what follows its name; a low-bit one is three."""
+        """Return dtype and shape of each tensor that a weight is stored as, by what follows its name: three if low-bit."""
         names = self.low_bit[name].stored_names if name in self.low_bit else (name,)
         entries = {own.removeprefix(name): self._stored[own].entries[own] for own in names}
         return {suffix: (entry.dtype, entry.shape) for suffix, entry in entries.items()}

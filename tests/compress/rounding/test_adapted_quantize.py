@@ -30,7 +30,7 @@ from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 TEXT = CalibrationOptions(data="stdlib", samples=2, sequence_length=16, evaluation_samples=2)
 BLIND = replace(TEXT, evaluation_samples=0)
 NARROW = Budget(sparsity=0.5, scope="uniform", granularity="unit", unit_multiple=8, min_experts=0)
-UNITS = {"method": "unit-magnitude", "budget": NARROW}
+UNITS: dict[str, Any] = {"method": "unit-magnitude", "budget": NARROW}
 """Half of the hidden units of every expert."""
 
 
@@ -51,7 +51,7 @@ def _quantize(model: Path, output: Path, bits: int, group: int, **changes: Any) 
 
 
 def _prune(model: Path, output: Path, **changes: Any) -> Any:
-    return prune(replace(PruneOptions(model=str(model), output=output, calibration=TEXT, method="reap"), **changes))
+    return prune(PruneOptions(model=str(model), output=output, **{"calibration": TEXT, "method": "reap"} | changes))
 
 
 @pytest.fixture(scope="module")
