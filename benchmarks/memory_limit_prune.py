@@ -65,11 +65,11 @@ def run(directory: Path, arguments: argparse.Namespace) -> None:
     """Run every command that has not run yet, and save the figures when all have."""
     model = directory / "model"
     if not (model / "config.json").is_file():
-        sizes = {"hidden": 2048, "layers": arguments.layers, "experts": 8, "width": 5120}
-        if arguments.adapted:
+        if arguments.adapted:  # smaller layers, of which a pass holds one whole
+            sizes = {"hidden": 1024, "layers": 2 * arguments.layers, "experts": 16, "width": 2560}
             write_random_adapted_model(model, adapted_shape(**sizes))
         else:
-            write_random_model(model, shape(**sizes))
+            write_random_model(model, shape(hidden=2048, layers=arguments.layers, experts=8, width=5120))
     limit = ["--memory-limit", arguments.memory_limit]
     commands = (adapted_commands if arguments.adapted else own_commands)(directory, arguments)
     path = directory / "figures.jsonl"

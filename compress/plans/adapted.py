@@ -69,7 +69,7 @@ def _check_not_low_bit(checkpoint: AdaptedCheckpoint) -> None:
     """Raise UnsupportedError for low-bit weights, which are copied, and neither mixed nor narrowed."""
     if checkpoint.low_bit:
         raise UnsupportedError(
-            f"{checkpoint.directory}: {min(checkpoint.low_bit)} has weights of few bits, and such experts can only "
+            f"{checkpoint.directory}: {min(checkpoint.low_bit)} is a low-bit weight, and such experts can only "
             "be kept or removed as a whole; give --granularity expert, or prune the unquantized model and `compress "
             "quantize` the result"
         )
@@ -135,7 +135,7 @@ def apply_adapted(
     """Write config and weights into an empty directory. Raises the errors of `check_fits_adapted`.
 
     made: return the projections of the result's experts, by name. replaced: names of those that are not the plan's.
-    quantiser: rounds matrices as they are written.
+    `quantiser`: rounds matrices as they are written.
     """
     check_fits_adapted(plan, checkpoint)
     (width,), row = _widths(plan, checkpoint), checkpoint.config.architecture

@@ -252,7 +252,7 @@ class AdaptedCheckpoint(Checkpoint):
         """Raise UnsupportedError for low-bit weights, which transformers itself does not read. instead: what to do."""
         if self.low_bit:
             raise UnsupportedError(
-                f"{self.directory}: has weights of few bits, and transformers itself does not read those of a model of the "
+                f"{self.directory}: has low-bit weights, and transformers itself does not read those of a model of the "
                 f"family {self.model_type}; {instead}"
             )
 

@@ -210,7 +210,7 @@ def _by_transformers(module: Any, reason: str, x_TD: Tensor, indices_TS: Tensor,
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if StackedExperts(module).is_low_bit:
-        raise UnsupportedError(f"transformers does not compute experts with weights of few bits, and here it must: {reason}")
+        raise UnsupportedError(f"transformers does not compute experts with low-bit weights, and here it must: {reason}")
     is_graph = _makes_graph()
     if reason not in _reported and not is_graph:
         _reported.add(reason)

@@ -1,4 +1,4 @@
-"""Tiny models of families that transformers runs, with weights of few bits: a naive reference, a column of a benchmark."""
+"""Tiny models of families that transformers runs, with low-bit weights: a naive reference, a column of a benchmark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = 16
 
 
 def rounded(checkpoint: AdaptedCheckpoint, path: Path, bits: int = 8, **options: Any) -> AdaptedCheckpoint:
-    """Write the model with weights of few bits into a new directory and open it."""
+    """Write the model with low-bit weights into a new directory and open it."""
     path.mkdir()
     quantiser = Quantiser(QuantiserOptions(bits=bits, group_size=GROUP, **options))
     apply(same_plan(checkpoint.config.experts_by_layer), checkpoint, path, quantiser=quantiser)

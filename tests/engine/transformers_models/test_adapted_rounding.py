@@ -1,4 +1,4 @@
-"""Weights of few bits in families that transformers runs: logits are those of naively rounded weights in transformers."""
+"""Low-bit weights in families that transformers runs: logits are those of naively rounded weights in transformers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_pruning_copies_low_bit_experts(made: Any, tmp_path: Path) -> None:
 def test_low_bit_experts_are_not_narrowed(made: Any, tmp_path: Path) -> None:
     result = made[2]
     layers = {layer: tuple(narrowed_expert(each, range(8)) for each in range(8)) for layer in result.config.moe_layers}
-    with pytest.raises(UnsupportedError, match=r"has weights of few bits, .* give --granularity expert"):
+    with pytest.raises(UnsupportedError, match=r"is a low-bit weight, .* give --granularity expert"):
         apply(Plan(layers), result, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -250,7 +250,7 @@ def test_compiled_kernels_multiply_low_bit_experts(bits: int) -> None:
         assert float((experts_forward(low_bit, *given) - expected).abs().max()) < 0.03 * float(expected.abs().max())
     table = experts_implementation._tables[low_bit]
     assert (table.rows is not None) == (weights[0][0].product_form(kernels) is not None)
-    with pytest.raises(UnsupportedError, match="weights of few bits"):
+    with pytest.raises(UnsupportedError, match="low-bit weights"):
         experts_forward(low_bit, x_TD.requires_grad_(), *given[1:])
 
 
