@@ -32,16 +32,14 @@ def rounded(checkpoint: AdaptedCheckpoint, path: Path, bits: int = 8, **options:
 
 def naively_rounded(weight_OI: Tensor, bits: int, group: int = GROUP) -> Tensor:
     """Return a matrix whose groups of inputs are rounded one after the other, as docs/quantize.md says."""
-    made_OI = torch.empty_like(weight_OI)
-    for row_I, to_I in zip(weight_OI, made_OI, strict=True):
-        for own_G, to_G in zip(row_I.split(group), to_I.split(group), strict=True):
-            largest, middle = own_G[own_G.abs().argmax()], 2 ** (bits - 1)
-            tried = []
-            for share in (1.0, 0.95, 0.9, 0.85, 0.8) if bits == 4 else (1.0,):
-                scale = largest * (-share / middle)
-                tried.append((own_G / scale).round().clamp(-middle, middle - 1) * scale)
-            to_G.copy_(min(tried, key=lambda values: float((values - own_G).square().sum())))
-    return made_OI
+    made, middle = [], 2 ** (bits - 1)
+    for own_OG in weight_OI.split(group, dim=1):
+        largest_O1 = own_OG.gather(1, own_OG.abs().argmax(1, keepdim=True))
+        scales = [largest_O1 * (-share / middle) for share in ((1.0, 0.95, 0.9, 0.85, 0.8) if bits == 4 else (1.0,))]
+        tried = [(own_OG / scale_O1).round().clamp(-middle, middle - 1) * scale_O1 for scale_O1 in scales]
+        best_O = torch.stack([(values_OG - own_OG).square().sum(1) for values_OG in tried]).argmin(0)
+        made.append(torch.stack([tried[best][row] for row, best in enumerate(best_O.tolist())]))
+    return torch.cat(made, dim=1)
 
 
 def round_naively(model: Any, result: AdaptedCheckpoint, bits: int = 8) -> None:

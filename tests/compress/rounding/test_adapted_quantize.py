@@ -117,18 +117,30 @@ def test_whole_experts_of_a_rounded_model_are_removed(small: tuple[Path, Any], t
     assert figures["perplexity_after"] > 0
 
 
-def test_pruned_units_are_rounded_afterwards_or_at_once(place: Path, tmp_path: Path) -> None:
-    """Both ways write the same bytes, and the result's perplexity is that of a pass."""
-    _prune(place / "model", tmp_path / "narrow", calibration=BLIND, **UNITS)
-    figures = _quantize(tmp_path / "narrow", tmp_path / "rounded", 4, 8)
-    _prune(
-        place / "model", tmp_path / "at-once", quantiser=QuantiserOptions(bits=4, group_size=8), calibration=BLIND, **UNITS
-    )
-    result = AdaptedCheckpoint(tmp_path / "rounded")
+@pytest.fixture(scope="module")
+def narrow(place: Path) -> Path:
+    """Return the model with half of the hidden units, with 4 bits."""
+    _prune(place / "model", place / "narrow", calibration=BLIND, **UNITS)
+    _quantize(place / "narrow", place / "rounded", 4, 8)
+    return place / "rounded"
+
+
+def test_pruned_units_are_rounded(place: Path, narrow: Path) -> None:
+    """Weights are those of the pruned model, rounded naively."""
+    result, source = AdaptedCheckpoint(narrow), load_file(place / "narrow" / "model.safetensors")
     assert {layer.width for layer in result.found.experts} == {8}
-    assert figures["widths_per_layer"] == [[8] * 8] * 3
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("rounded", "at-once"))
+    for name in result.low_bit:
+        assert torch.allclose(result.stored_tensor(name), naively_rounded(source[name], 4, 8), atol=1e-6)
+    held_out = EvaluateOptions(model=str(narrow), calibration=TEXT, split="held-out")
+    figures = result.provenance["figures"] if result.provenance else {}
+    assert evaluate_model(held_out)["value"] == pytest.approx(figures["perplexity_after"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_units_are_removed_and_rounded_at_once(place: Path, narrow: Path, tmp_path: Path) -> None:
+    """The bytes are those of rounding afterwards."""
+    quantiser = QuantiserOptions(bits=4, group_size=8)
+    _prune(place / "model", tmp_path / "at-once", quantiser=quantiser, calibration=BLIND, **UNITS)
+    one, other = (load_file(path / "model.safetensors") for path in (narrow, tmp_path / "at-once"))
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    held_out = EvaluateOptions(model=str(tmp_path / "rounded"), calibration=TEXT, split="held-out")
-    assert evaluate_model(held_out)["value"] == pytest.approx(figures["perplexity_after"], rel=1e-4)

@@ -167,9 +167,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> AdaptedCheckpoint:
     ("damage", "message"),
     [
         ("drop", "tensor .*_scale is missing"),
-        ("narrow", "match no group of quantization_config"),
         ("shape", "and config.json says"),
-        ("config", "is missing"),
+        pytest.param("narrow", "match no group of quantization_config", marks=pytest.mark.slow),
+        pytest.param("config", "is missing", marks=pytest.mark.slow),
     ],
 )
 def test_damaged_low_bit_weights_are_refused(damage: str, message: str, plain: Any, tmp_path: Path) -> None:
