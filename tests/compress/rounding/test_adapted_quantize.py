@@ -108,7 +108,7 @@ def test_what_is_refused(place: Path, small: tuple[Path, Any], tmp_path: Path) -
 
 
 def test_whole_experts_of_a_rounded_model_are_removed(small: tuple[Path, Any], tmp_path: Path) -> None:
-    """Of the bytes of 8 experts and their router rows, 5 remain."""
+    """The weights of 5 experts of 8 remain in each layer, as low-bit as before."""
     figures = _prune(small[0], tmp_path / "pruned", budget=Budget(experts=5, scope="uniform", min_experts=0))
     before, after = AdaptedCheckpoint(small[0]), AdaptedCheckpoint(tmp_path / "pruned")
     assert figures["experts_per_layer"] == [5, 5, 5]
