@@ -1,4 +1,4 @@
-"""A mixture made of a dense model computes the dense model when all experts are chosen, and units that act together stay so."""
+"""A mixture made of a dense model computes that model when all experts are chosen; units that act together stay so."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_experts_of_a_split_network_are_the_dense_network(dense: Checkpoint)
     decoder = Decoder(dense.config, dense.source(torch.float32))
     found = moments(decoder, TOKENS_SL)
     clusters = {layer: balanced_clusters(own.together_FF, EXPERTS) for layer, own in found.items()}
-    assert all(sorted(sum(each, [])) == list(range(WIDTH)) for each in clusters.values())
+    assert all(sorted(unit for units in each for unit in units) == list(range(WIDTH)) for each in clusters.values())
     made = routers(decoder, TOKENS_SL, found, clusters)
     assert all(router_ND.shape == (EXPERTS, 16) and router_ND.isfinite().all() for router_ND in made.values())
     raw = mixture_config(dense, EXPERTS, EXPERTS, WIDTH // EXPERTS)
