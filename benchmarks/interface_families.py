@@ -50,6 +50,8 @@ def main() -> None:
     from tiny_families import COLUMNS, measured
     from tiny_generation import COLUMNS as RUNNING
     from tiny_generation import measured_running
+    from tiny_rounding import COLUMNS as ROUNDING
+    from tiny_rounding import measured_rounding
 
     from engine.transformers_models.interface_families import interface_families
 
@@ -68,11 +70,12 @@ def main() -> None:
                 done[family.name] = measured(family, Path(temporary))
                 if isinstance(done[family.name], dict):
                     done[family.name] |= measured_running(family, Path(temporary) / "running")
+                    done[family.name] |= measured_rounding(family, Path(temporary) / "rounding")
             remember(UNFINISHED, {"code": code, "family": family.name, "found": done[family.name]})
     UNFINISHED.unlink(missing_ok=True)
     found = {name: done[name] for name in named if isinstance(done[name], dict)}
     refused = {name: done[name] for name in named if isinstance(done[name], str)}
-    save("interface_families", {"columns": [*COLUMNS, *RUNNING], "families": found, "refused": refused})
+    save("interface_families", {"columns": [*COLUMNS, *RUNNING, *ROUNDING], "families": found, "refused": refused})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Peak memory of calibration, pruning and evaluation of a checkpoint that is far larger than `--memory-limit`.
 
 python benchmarks/memory_limit_prune.py [DIRECTORY] [--memory-limit 3GB] [--samples 8] [--sequence-length 256] [--layers 24]
+    [--adapted]
 
 DIRECTORY (by default a temporary one) gets a random mixture of 12 GB in bfloat16, unless it exists, and the results made
 from it: 27 GB in all. Each command runs in a process of its own, whose peak is reported by the system (VmHWM). Figures of
-finished commands are kept in DIRECTORY and not measured again.
+finished commands are kept in DIRECTORY and not measured again. With --adapted the mixture is of a family that transformers
+runs.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memory_limit import run_watched
+from random_adapted_model import adapted_shape, write_random_adapted_model
 from random_model import shape, write_random_model
 from results import markdown, remember, remembered, save
 
@@ -41,7 +44,7 @@ def table(figures: dict[str, Any]) -> str:
     return markdown(["", "size, or peak of resident memory", "seconds"], rows)
 
 
-TABLES = {"memory_limit_prune": table}
+TABLES = {"memory_limit_prune": table, "memory_limit_adapted": table}
 
 
 def main() -> None:
@@ -51,6 +54,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--adapted", action="store_true", help="Measure a family that transformers runs.")
     parser.add_argument("--only", help="Run this command and no other that has not run.")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -59,32 +63,15 @@ def main() -> None:
 
 def run(directory: Path, arguments: argparse.Namespace) -> None:
     """Run every command that has not run yet, and save the figures when all have."""
-    model, pruned = directory / "model", directory / "pruned"
+    model = directory / "model"
     if not (model / "config.json").is_file():
-        write_random_model(model, shape(hidden=2048, layers=arguments.layers, experts=8, width=5120))
+        if arguments.adapted:  # smaller layers, of which a pass holds one whole
+            sizes = {"hidden": 1024, "layers": 2 * arguments.layers, "experts": 16, "width": 2560}
+            write_random_adapted_model(model, adapted_shape(**sizes))
+        else:
+            write_random_model(model, shape(hidden=2048, layers=arguments.layers, experts=8, width=5120))
     limit = ["--memory-limit", arguments.memory_limit]
-    text = ["--data", "stdlib", "--samples", str(arguments.samples), "--sequence-length", str(arguments.sequence_length)]
-    search = ["--sparsity", "0.5", "--epochs", "1", "--batch-size", str(arguments.samples // 2), "--start", "zero"]
-    commands = {
-        "calibrate": [
-            "calibrate",
-            str(model),
-            "-o",
-            str(directory / "statistics.safetensors"),
-            "--overwrite",
-            *text,
-        ],
-        "prune, DiEP": [
-            *("prune", str(model), "--method", "diep", *search, "--evaluation-samples", "2", *text),
-            *("-o", str(pruned), "--resume"),
-        ],
-        "prune, hidden units and refit": [
-            *("prune", str(model), "--method", "unit-magnitude", "--sparsity", "0.5", "--evaluation-samples", "2", *text),
-            *("-o", str(directory / "narrow"), "--resume"),
-        ],
-        "evaluate": ["evaluate", str(model), *text],
-        "evaluate what is left": ["evaluate", str(pruned), *text],
-    }
+    commands = (adapted_commands if arguments.adapted else own_commands)(directory, arguments)
     path = directory / "figures.jsonl"
     for name, command in commands.items():
         known = {line["name"] for line in remembered(path)}
@@ -94,7 +81,55 @@ def run(directory: Path, arguments: argparse.Namespace) -> None:
     if runs.keys() < commands.keys():
         return
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    save("memory_limit_prune", {"checkpoint_bytes": stored, "limit": arguments.memory_limit, "runs": runs})
+    name = "memory_limit_adapted" if arguments.adapted else "memory_limit_prune"
+    save(name, {"checkpoint_bytes": stored, "limit": arguments.memory_limit, "runs": runs})
+
+
+def own_commands(directory: Path, arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Return what is measured of a model that our own decoder runs, by name."""
+    text = _text(arguments)
+    search = ["--sparsity", "0.5", "--epochs", "1", "--batch-size", str(arguments.samples // 2), "--start", "zero"]
+    units = ["--method", "unit-magnitude", "--sparsity", "0.5"]
+    return {
+        "calibrate": _calibrate(directory, arguments),
+        "prune, DiEP": _prune(directory, "pruned", ["--method", "diep", *search, *_measured_on(text)]),
+        "prune, hidden units and refit": _prune(directory, "narrow", [*units, *_measured_on(text)]),
+        "evaluate": ["evaluate", str(directory / "model"), *text],
+        "evaluate what is left": ["evaluate", str(directory / "pruned"), *text],
+    }
+
+
+def adapted_commands(directory: Path, arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Return what is measured of a model that transformers runs, by name."""
+    text, half = _text(arguments), ["--sparsity", "0.5", "--uniform"]
+    return {
+        "calibrate": _calibrate(directory, arguments),
+        "prune, whole experts": _prune(
+            directory, "pruned", ["--granularity", "expert", "--method", "reap", *half, *_measured_on(text)]
+        ),
+        "prune, hidden units and refit": _prune(
+            directory, "narrow", ["--method", "unit-magnitude", *half, *_measured_on(text)]
+        ),
+        "evaluate": ["evaluate", str(directory / "model"), *text],
+        "evaluate what is left": ["evaluate", str(directory / "pruned"), *text],
+    }
+
+
+def _text(arguments: argparse.Namespace) -> list[str]:
+    return ["--data", "stdlib", "--samples", str(arguments.samples), "--sequence-length", str(arguments.sequence_length)]
+
+
+def _measured_on(text: list[str]) -> list[str]:
+    return ["--evaluation-samples", "2", *text]
+
+
+def _calibrate(directory: Path, arguments: argparse.Namespace) -> list[str]:
+    output = str(directory / "statistics.safetensors")
+    return ["calibrate", str(directory / "model"), "-o", output, "--overwrite", *_text(arguments)]
+
+
+def _prune(directory: Path, output: str, options: list[str]) -> list[str]:
+    return ["prune", str(directory / "model"), *options, "-o", str(directory / output), "--resume"]
 
 
 if __name__ == "__main__":

@@ -110,6 +110,11 @@ BENCHMARKS = (
         trial=("--layers", "1", "--samples", "2", "--sequence-length", "32"),
     ),
     Benchmark(
+        *("memory_limit_prune", ("memory_limit_adapted",), ("engine/transformers_models", *PRUNING)),
+        arguments=("--adapted",),
+        trial=("--adapted", "--layers", "1", "--samples", "2", "--sequence-length", "32"),
+    ),
+    Benchmark(
         *("gguf_pruning", ("gguf_pruning",), ("engine/checkpoint", "engine/files", *PRUNING)),
         trial=("--layers", "1", "--samples", "2", "--sequence-length", "32"),
     ),

@@ -21,7 +21,7 @@ from compress.methods.inputs import MethodRun, Prunable
 from compress.methods.unit_criterion import include_of
 from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
-from compress.plans.apply import check_fits, planned_config
+from compress.plans.apply import check_fits, check_rounded
 from compress.plans.plan import Plan, granularity, plan_from_json
 from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs
 from compress.plans.unit_selection import check_units, default_multiple, uniform_width, units_plan
@@ -42,7 +42,6 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
 from engine.families.config import DecoderConfig
-from engine.families.resolve import decoder_config
 from engine.files.json_file import load_json
 from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
@@ -113,7 +112,7 @@ def _make(run: MethodRun) -> Made:
     plan = prepared.plan or make_plan(run)
     check_fits(plan, prepared.checkpoint)
     if options.quantiser is not None:
-        options.quantiser.check(decoder_config(planned_config(plan, prepared.checkpoint)))
+        check_rounded(options.quantiser, prepared.checkpoint, plan)
     own: dict[str, object] = {"recover_steps": options.recover.steps, **criterion.figures(run)}
     fitted = refitted(run, plan)
     trained = fitted.tensors | recovered(run, plan, fitted.tensors)
@@ -231,7 +230,7 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     if merges or options.distill.steps or options.quantiser is not None or options.refit.correct:
         check_plain(checkpoint)
     if options.quantiser is not None:
-        options.quantiser.check(checkpoint.config)
+        check_rounded(options.quantiser, checkpoint)
     budget = checked_budget(options, checkpoint)
     if options.statistics is not None and budget is not None and budget.granularity != "expert":
         raise OptionError(
@@ -259,7 +258,7 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
 
 def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None:
     """Raise an error for options that need our own decoder, of a model that transformers runs."""
-    trains = options.recover.steps or options.distill.steps or options.refit.correct or options.quantiser is not None
+    trains = options.recover.steps or options.distill.steps or options.refit.correct
     if trains or options.shard:
         raise checkpoint.refusal()
     expert_places(checkpoint)  # raises UnsupportedError where no expert can be removed

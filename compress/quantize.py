@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from compress.options.quantize import QuantizeOptions
+from compress.plans.apply import check_rounded
 from compress.plans.plan import same_plan
 from compress.report.figures import QuantizeFigures
 from compress.rounding.activation_scales import Rescaling, activation_scales, load_rescaling
@@ -18,11 +19,12 @@ from compress.run.claims import claims_output
 from compress.run.job import Made, Prepared, Run, check_plain, check_weights, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import load_skip_tables
+from engine.errors import OptionError
 from engine.progress import Progress, no_progress
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 QuantizeRun = Run[QuantizeOptions, Prepared]
 
@@ -43,9 +45,14 @@ def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> Quan
 
 def prepare_quantizing(options: QuantizeOptions) -> Prepared:
     """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
-    checkpoint = Checkpoint(resolve(options.model))
+    checkpoint = open_mixture_checkpoint(resolve(options.model))
     check_plain(checkpoint)
-    options.quantiser.check(checkpoint.config)
+    if isinstance(checkpoint, AdaptedCheckpoint) and options.activation_aware:
+        raise OptionError(
+            "--activation-aware scales norms and the matrices that read them, and which these are is not known of a model "
+            f"of the family {checkpoint.model_type}, which transformers runs; leave it out"
+        )
+    check_rounded(options.quantiser, checkpoint)
     if options.reads_text:
         return prepare(options, checkpoint)
     calibration = options.calibration.filled(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,11 @@ class QuantiserOptions:
     def __post_init__(self) -> None:
         check(self)
 
-    def check(self, config: DecoderConfig) -> None:
-        """Raise OptionError for a scheme that this model does not support."""
+    def check(self, config: DecoderConfig, matrices: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """Raise OptionError for a scheme that this model does not support.
+
+        matrices: shapes [O, D] of the matrices that are rounded, by name; None for those of a family with a row.
+        """
         if self.group_size != WHOLE_ROW and self.group_size < 1:
             raise OptionError(
                 f"group size is {self.group_size}; it must be from 1, or {WHOLE_ROW} for a scale for each output"
@@ -47,8 +51,10 @@ class QuantiserOptions:
             raise OptionError("the output head is the embedding matrix, which keeps its dtype; leave out --quantize-head")
         if self.experts_only and not config.moe_layers:
             raise OptionError("the model is dense and has no experts; leave out --experts-only")
-        shapes = expected_tensors(config)
-        inputs = {shapes[name][1]: name for name in reversed(self.names(config))}
+        if matrices is None:
+            shapes = expected_tensors(config)
+            matrices = {name: shapes[name] for name in self.names(config)}
+        inputs = {matrices[name][1]: name for name in reversed([*matrices])}
         wrong = [size for size, name in inputs.items() if not self.scheme_of(name).fits(size)]
         if wrong:
             fitting = [size for size in _USUAL_SIZES if all(Scheme(self.bits, size).fits(each) for each in inputs)]

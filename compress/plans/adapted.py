@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from compress.plans.adapted_rounding import RoundedResult
 from compress.plans.plan import Plan, check_plan, expert_width
 from compress.plans.releasing import Releasing
 from compress.plans.selection import moe_configs
+from compress.rounding.quantizer import Quantiser
 from engine.errors import PlanError, UnsupportedError
 from engine.families.experts import DOWN
 from engine.families.tensor_names import expert_tensor
@@ -58,8 +60,19 @@ def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
         _check_groups(rows[layer], checkpoint, layer)
     expert_places(checkpoint)
     if any(not expert.is_copy for own in plan.layers.values() for expert in own):
+        _check_not_low_bit(checkpoint)
         checkpoint.stored_experts  # noqa: B018  raises UnsupportedError where projections are not found
         _check_result(plan, checkpoint)
+
+
+def _check_not_low_bit(checkpoint: AdaptedCheckpoint) -> None:
+    """Raise UnsupportedError for low-bit weights, which are copied, and neither mixed nor narrowed."""
+    if checkpoint.low_bit:
+        raise UnsupportedError(
+            f"{checkpoint.directory}: {min(checkpoint.low_bit)} is a low-bit weight, and such experts can only "
+            "be kept or removed as a whole; give --granularity expert, or prune the unquantized model and `compress "
+            "quantize` the result"
+        )
 
 
 def _rows(plan: Plan) -> dict[int, list[Any]]:
@@ -116,11 +129,13 @@ def apply_adapted(
     shard_bytes: int,
     made: Mapping[str, Callable[[], Tensor]],
     replaced: Collection[str] = (),
+    quantiser: Quantiser | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> None:
     """Write config and weights into an empty directory. Raises the errors of `check_fits_adapted`.
 
     made: return the projections of the result's experts, by name. replaced: names of those that are not the plan's.
+    `quantiser`: rounds matrices as they are written.
     """
     check_fits_adapted(plan, checkpoint)
     (width,), row = _widths(plan, checkpoint), checkpoint.config.architecture
@@ -136,10 +151,17 @@ def apply_adapted(
         )
         for layer, own in plan.layers.items()
     }
-    result = StoredResult(checkpoint, layers, lambda *place: made[expert_tensor(row, *place)]())
+    stored = StoredResult(checkpoint, layers, lambda *place: made[expert_tensor(row, *place)]())
+    result: StoredResult | RoundedResult = stored
+    raw = adapted_planned_config(plan, checkpoint)
+    if quantiser is not None:
+        widths = {layer: [own.width] * len(own.rows) for layer, own in layers.items()}
+        result = RoundedResult(stored, checkpoint, widths, quantiser, made)
+        raw |= result.config
     releasing = Releasing(checkpoint)
     with ShardWriter(directory, result.layout, shard_bytes) as writer:
-        for name in progress(list(result.layout)):
-            writer.add_rows(name, releasing.after(result.pieces(name)))
+        for name in progress(result.names):
+            for part, pieces in result.parts(name).items():
+                writer.add_rows(part, releasing.after(pieces))
         checkpoint.release()
-    write_json(directory / "config.json", adapted_planned_config(plan, checkpoint))
+    write_json(directory / "config.json", raw)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.options.quantize import QuantiserOptions
 from compress.plans.adapted import adapted_planned_config, apply_adapted, check_fits_adapted
+from compress.plans.adapted_rounding import check_rounding
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
 from compress.plans.releasing import RELEASE_EVERY_BYTES, Releasing
 from compress.plans.selection import moe_configs
@@ -67,6 +69,14 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     _check_units_can_go(plan, checkpoint)
     if checkpoint.schemes_used:
         _check_nothing_is_mixed(plan, checkpoint)
+
+
+def check_rounded(options: QuantiserOptions, checkpoint: Checkpoint, plan: Plan | None = None) -> None:
+    """Raise OptionError where the result of a plan, or for None a model as it is, cannot be rounded in this way."""
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        check_rounding(options, checkpoint, checkpoint.config.ffn_widths() if plan is None else _widths(plan, checkpoint))
+    else:
+        options.check(checkpoint.config if plan is None else decoder_config(planned_config(plan, checkpoint)))
 
 
 def _selects_units(plan: Plan, checkpoint: Checkpoint) -> bool:
@@ -211,11 +221,15 @@ def apply(
     written; weights that are low-bit already are copied.
     """
     if isinstance(checkpoint, AdaptedCheckpoint):
-        if quantiser is not None:
-            raise checkpoint.refusal()
         made = _expert_tensors(plan, checkpoint) | _given(replaced)
-        changed = frozenset(replaced or ())
-        apply_adapted(plan, checkpoint, directory, made=made, replaced=changed, shard_bytes=shard_bytes, progress=progress)
+        apply_adapted(
+            *(plan, checkpoint, directory),
+            shard_bytes=shard_bytes,
+            made=made,
+            replaced=frozenset(replaced or ()),
+            quantiser=quantiser,
+            progress=progress,
+        )
         return
     check_fits(plan, checkpoint)
     check_nothing_is_lost(plan, checkpoint)

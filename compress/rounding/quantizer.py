@@ -70,16 +70,16 @@ class Quantiser:
             "exponents_per_layer": [own for _, own in sorted(self.rescaling.exponents.items())],
         }
 
-    @property
-    def card(self) -> tuple[str, ...]:
+    def card(self, result: Checkpoint) -> tuple[str, ...]:
         """Return the lines of the model card."""
         what = "experts" if self.options.experts_only else "attention and feed-forward networks"
         head = f", those of the output head {HEAD_BITS} bits" if self.options.quantize_head else ""
         size = self.options.group_size
         group = "output" if size == WHOLE_ROW else f"{size} inputs of an output"
+        readers = "vLLM reads them, and transformers where that package is installed"
         return (
             f"Weights of {what} have {self.options.bits} bits{head}, with a scale for each {group}, and are packed as",
-            "`compressed-tensors` does: vLLM reads them, and transformers where that package is installed.",
+            f"`compressed-tensors` does: {readers if result.has_own_decoder else 'moe-compress reads them'}.",
             "",
         )
 

@@ -169,7 +169,8 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         pictures = [*made.draw(directory), *draw(directory, models)] if canvas.available() else []
         figures = _figures(run, made, result, perplexity_figures(run.prepared.held_out, before, after))
         figures["plots"] = [picture.path.name for picture in pictures]
-        skipping, lines = (directory / SKIP_TABLES).exists(), (*made.card, *(made.quantiser.card if made.quantiser else ()))
+        skipping = (directory / SKIP_TABLES).exists()
+        lines = (*made.card, *(made.quantiser.card(result) if made.quantiser else ()))
         card = model_card(
             *(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, lines),
             needs_code="auto_map" in result.raw_config,

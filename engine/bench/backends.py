@@ -201,7 +201,10 @@ class TransformersBackend:
         self.checkpoint = open_mixture_checkpoint(resolve(spec.model))
         self.device = resolve_device(spec.device)
         self.dtype = resolve_dtype(spec.dtype, self.checkpoint)
-        own = self.checkpoint.model_class if isinstance(self.checkpoint, AdaptedCheckpoint) else None
+        own = None
+        if isinstance(self.checkpoint, AdaptedCheckpoint):
+            own = self.checkpoint.model_class
+            self.checkpoint.check_not_low_bit("leave out --backend transformers")
         model = load_decoder(self.checkpoint.directory, self.checkpoint.raw_config, self.dtype, own)
         self._model: Any = model.to(self.device)
         self.use_experts(spec.experts_implementation)

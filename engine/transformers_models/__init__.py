@@ -7,5 +7,6 @@ and pruned through transformers: `interface_families.py` lists them, `expert_lay
 experts of a layer, `adapted_pass.py` runs text through one layer after the other, `adapted_gradients.py` goes back through
 them, and `adapted_decoder.py` holds a whole model that generates. `stored_experts.py` takes experts and their hidden units
 out of the files, `stack_of.py` finds how files hold projections, and `config_keys.py` which entries of config.json say how
-many experts there are and how wide they are.
+many experts there are and how wide they are. `low_bit_weights.py` reads and multiplies low-bit weights, and
+`low_bit_layers.py` says which weights may be low-bit.
 """

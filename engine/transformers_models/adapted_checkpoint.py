@@ -19,12 +19,14 @@ from torch import Tensor
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import check_generation
+from engine.checkpoint.pack_quantized import CONFIG_KEY, QuantizedView, schemes_of
 from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.classifiers import classified
 from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS
+from engine.families.experts import DOWN
 from engine.families.resolve import load_transformers_config
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_parts, expert_tensor
@@ -34,14 +36,16 @@ from engine.files.finite import can_check, is_finite
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import open_shards
+from engine.kernels.scheme import Scheme
 from engine.passes import heap
 from engine.passes.layerwise import SWEEP_TOKENS
 from engine.transformers_models.adapted_block import OwnRouting
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.config_keys import CountKey, WidthKey, find_count_key, find_width_key
-from engine.transformers_models.expert_layers import FoundLayers, find_layers, skeleton
+from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers, find_layers, skeleton
 from engine.transformers_models.experts_implementation import StackedExperts
 from engine.transformers_models.interface_families import classes_of, has_interface
+from engine.transformers_models.low_bit_weights import dense_experts, expert_matrices, first_name, low_bit_views
 from engine.transformers_models.stack_of import generic
 from engine.transformers_models.stored_experts import StoredExperts
 from engine.transformers_models.transformers_model import quiet_transformers
@@ -54,7 +58,7 @@ SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
 _PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
 """Config keys of the number of layers for multi-token prediction."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_WITHHELD_KEYS = ("auto_map", "torch_dtype", "dtype")
+_WITHHELD_KEYS = ("auto_map", "torch_dtype", "dtype", CONFIG_KEY)
 
 
 def open_mixture_checkpoint(directory: Path) -> Checkpoint:
@@ -82,9 +86,10 @@ class AdaptedCheckpoint(Checkpoint):
         if self.provenance is not None:
             check_sizes(directory, self.provenance)
         self.raw_config = load_json(directory / "config.json", "model config")
-        self.wrapper, self.schemes, self.float8_block = None, (), None
+        self.wrapper, self.float8_block = None, None
         try:
             _check_known(self.raw_config)
+            self.schemes = schemes_of(self.raw_config)
             self.model_class = _model_class(self.raw_config)
             self.model = self.build(self.raw_config)
             self.found: FoundLayers = find_layers(self.model, self.model_type)
@@ -95,6 +100,11 @@ class AdaptedCheckpoint(Checkpoint):
         check_generation(directory, self.config.vocabulary_size)
         self._stored, files = open_shards(directory)
         self._by_name, self.files = self._stored, [*files]
+        try:
+            self.low_bit: dict[str, QuantizedView] = low_bit_views(self._stored, self.schemes)
+            """Low-bit weights by name."""
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}; {SAME_MODEL}") from error
         self._check_names()
 
     has_own_decoder = False
@@ -149,11 +159,36 @@ class AdaptedCheckpoint(Checkpoint):
         that the model has no place for, such as layers for multi-token prediction, are left out.
         """
         known = self.model.state_dict().keys()
-        return {name: target for name, target in self._renamed.items() if target in known}
+        return {name: target for name, (target, _) in self._renamed.items() if target in known} | self._targets_of_own_names
 
     @cached_property
-    def _renamed(self) -> dict[str, str]:
-        """The name of every tensor in the files after transformers' renaming, whether the model has it or not."""
+    def own_names(self) -> dict[str, tuple[ExpertLayer, int, int]]:
+        """Layer, expert and projection of low-bit weights that have names of ours, which transformers does not know."""
+        known, own = self.model.state_dict().keys(), expert_matrices(self.found.experts, self.low_bit)
+        return {name: place for name, place in own.items() if self._renamed[name][0] not in known}
+
+    @property
+    def _targets_of_own_names(self) -> dict[str, str]:
+        first = {layer.experts: first_name(self.model.get_submodule(layer.experts)) for layer in self.found.experts}
+        return {
+            name: f"{layer.experts}.{'down_proj' if part == DOWN else first[layer.experts]}"
+            for name, (layer, _, part) in self.own_names.items()
+        }
+
+    @property
+    def converted(self) -> frozenset[str]:
+        """Names of the tensors that transformers changes, and does not only rename."""
+        return frozenset(name for name, (_, converter) in self._renamed.items() if converter is not None)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The names of all weights in the files; the three tensors of a low-bit weight have one in common."""
+        parts = {part: name for name, view in self.low_bit.items() for part in view.stored_names}
+        return list(dict.fromkeys(parts.get(name, name) for name in self._stored))
+
+    @cached_property
+    def _renamed(self) -> dict[str, tuple[str, str | None]]:
+        """The name of every weight after transformers' renaming, whether the model has it or not, and what converts it."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         known = self.model.state_dict()
@@ -161,11 +196,10 @@ class AdaptedCheckpoint(Checkpoint):
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         prefix, found = self.model.base_model_prefix, {}
-        for name in self._stored:
-            target, _ = rename_source_key(name, renamings, converters, prefix, known)
-            if target not in known and name in known:
-                target, _ = rename_source_key(name, [], [], prefix, known)
-            found[name] = target
+        for name in self._names:
+            found[name] = rename_source_key(name, renamings, converters, prefix, known)
+            if found[name][0] not in known and name in known:
+                found[name] = rename_source_key(name, [], [], prefix, known)
         return found
 
     @cached_property
@@ -194,6 +228,7 @@ class AdaptedCheckpoint(Checkpoint):
         """
         self._check_elements()
         self._check_unplaced()
+        self._check_own_names()
         if any(len(conversion.target_patterns) > 1 for conversion in _conversions(self.model)):
             return
         there, tied = set(self.targets.values()), self.model.all_tied_weights_keys
@@ -206,18 +241,36 @@ class AdaptedCheckpoint(Checkpoint):
         """Raise UnsupportedError for stored elements of one byte, or integers, where the model has real numbers."""
         known = self.model.state_dict()
         for name, target in self.targets.items():
-            element = self._stored[name].entries[name].element
+            element = self._element(name)
             if known[target].is_floating_point() and (element.itemsize == 1 or not element.is_floating_point):
                 raise UnsupportedError(
                     f"{self.directory}: {name} is stored as {element}, and quantized weights are read for families with a "
                     "row only; take the model before it was quantized"
                 )
 
+    def check_not_low_bit(self, instead: str) -> None:
+        """Raise UnsupportedError for low-bit weights, which transformers itself does not read. instead: what to do."""
+        if self.low_bit:
+            raise UnsupportedError(
+                f"{self.directory}: has low-bit weights, and transformers itself does not read those of a model of the "
+                f"family {self.model_type}; {instead}"
+            )
+
+    def _check_own_names(self) -> None:
+        """Raise CheckpointError for a low-bit weight of an expert that has another shape than config.json says."""
+        for name, (layer, _, part) in self.own_names.items():
+            said = (layer.hidden_size, layer.width) if part == DOWN else (layer.width, layer.hidden_size)
+            if self.low_bit[name].shape != said:
+                raise CheckpointError(
+                    f"{self.directory}: tensor {name} has shape {list(self.low_bit[name].shape)} and config.json says "
+                    f"{list(said)}; {SAME_MODEL}"
+                )
+
     def _check_unplaced(self) -> None:
         """Raise CheckpointError for decoder layers after the last one, unless they are for multi-token prediction."""
         if any(_predicts(part) for part in (self.raw_config, self.model.config.get_text_config(decoder=True).to_dict())):
             return
-        for name, target in self._renamed.items():
+        for name, (target, _) in self._renamed.items():
             number = target.removeprefix(f"{self.found.layers}.").split(".")[0]
             if target.startswith(f"{self.found.layers}.") and number.isdecimal() and int(number) >= self.found.count:
                 raise CheckpointError(
@@ -245,9 +298,24 @@ class AdaptedCheckpoint(Checkpoint):
             self.release()
             heap.give_back()
 
-    def load(self, model: Any, layer: int | None, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Give a model the weights that `loaded` holds for a while."""
-        self._load(model, self.names_by_layer[layer], dtype, device)
+    def load(
+        self,
+        model: Any,
+        layer: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        left_out: Container[str] = (),
+    ) -> None:
+        """Give a model the weights that `loaded` holds for a while; low-bit ones are dequantized.
+
+        left_out: names of weights that the model has already.
+        """
+        names = [name for name in self.names_by_layer[layer] if name not in left_out]
+        self._load(model, [name for name in names if name not in self.own_names], dtype, device)
+        own = [name for name in names if name in self.own_names]
+        if own:
+            matrices = {self.own_names[name][1:]: self.low_bit[name] for name in own}
+            dense_experts(model.get_submodule(self.own_names[own[0]][0].experts), matrices, device)
         if layer is None:
             with quiet_transformers():
                 model.tie_weights(recompute_mapping=False)
@@ -266,7 +334,7 @@ class AdaptedCheckpoint(Checkpoint):
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        stored = {name: self._stored[name].tensor(name) for name in names}
+        stored = {name: self.stored_tensor(name) for name in names}
         config = LoadStateDictConfig(
             dtype=dtype,
             dtype_plan=model._get_dtype_plan(dtype),
@@ -285,8 +353,12 @@ class AdaptedCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.directory}: {problems[0]}; {SAME_MODEL}")
 
     def stored_tensor(self, name: str) -> Tensor:
-        """Return a tensor of the files under its name there, memory-mapped."""
-        return self._stored[name].tensor(name)
+        """Return a tensor of the files under its name there, memory-mapped; a low-bit weight is dequantized."""
+        return self.low_bit[name].read() if name in self.low_bit else self._stored[name].tensor(name)
+
+    def _element(self, name: str) -> ElementType:
+        """Return the element type of `stored_tensor(name)`."""
+        return self.low_bit[name].element if name in self.low_bit else self._stored[name].entries[name].element
 
     @cached_property
     def _projections(self) -> dict[str, tuple[int, int, int]]:
@@ -310,9 +382,18 @@ class AdaptedCheckpoint(Checkpoint):
 
     @property
     def stored_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of every tensor of the files, under its name there."""
-        entries = {name: file.entries[name] for name, file in self._stored.items()}
-        return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+        """Dtype and shape of `stored_tensor` for every weight of the files, under its name there."""
+        low_bit, stored = self.low_bit, self._stored
+        return {
+            name: (self._element(name).torch, low_bit[name].shape if name in low_bit else stored[name].entries[name].shape)
+            for name in self._names
+        }
+
+    def parts(self, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor that a weight is stored as, by what follows its name: three if low-bit."""
+        names = self.low_bit[name].stored_names if name in self.low_bit else (name,)
+        entries = {own.removeprefix(name): self._stored[own].entries[own] for own in names}
+        return {suffix: (entry.dtype, entry.shape) for suffix, entry in entries.items()}
 
     # Sizes and states of the files
 
@@ -324,7 +405,7 @@ class AdaptedCheckpoint(Checkpoint):
     def _expert_parameters(self, layer: int) -> int:
         """Return the number of parameters of all routed experts of a layer."""
         (name,) = (each.experts for each in self.found.experts if each.index == layer)
-        return sum(weight.numel() for weight in StackedExperts(self.model.get_submodule(name)).weights)
+        return sum(torch.Size(weight.shape).numel() for weight in StackedExperts(self.model.get_submodule(name)).weights)
 
     @property
     def bytes(self) -> int:
@@ -333,8 +414,8 @@ class AdaptedCheckpoint(Checkpoint):
 
     @property
     def plain_bytes(self) -> int:
-        """Size of the stored tensors in bytes; none of them is low-bit."""
-        return self.bytes
+        """Size in bytes of the stored tensors that are not low-bit."""
+        return self.bytes - sum(view.bytes for view in self.low_bit.values())
 
     @property
     def model_element(self) -> ElementType:
@@ -342,16 +423,17 @@ class AdaptedCheckpoint(Checkpoint):
         sizes: dict[ElementType, int] = {}
         for index in range(self.found.count):
             for name in self.names_by_layer[index]:
-                entry = self._stored[name].entries[name]
-                sizes[entry.element] = sizes.get(entry.element, 0) + entry.nbytes
+                size = self.low_bit[name].bytes if name in self.low_bit else self._stored[name].entries[name].nbytes
+                sizes[self._element(name)] = sizes.get(self._element(name), 0) + size
         if not sizes:
             raise CheckpointError(f"{self.directory}: no file has a tensor of a decoder layer; {SAME_MODEL}")
         return max(sizes, key=lambda element: sizes[element])
 
     @cached_property
-    def schemes_used(self) -> tuple[Any, ...]:
-        """Storage schemes of low-bit weights: none."""
-        return ()
+    def schemes_used(self) -> tuple[Scheme, ...]:
+        """Storage schemes that at least one weight uses."""
+        used = {view.scheme for view in self.low_bit.values()}
+        return tuple(scheme for scheme in self.schemes if scheme in used)
 
     @property
     def loading_note(self) -> None:
@@ -418,7 +500,8 @@ class AdaptedCheckpoint(Checkpoint):
 
     def read_ahead(self, layer: int) -> None:
         """Ask the operating system to load a layer's weights into its page cache; ignored for other layer numbers."""
-        names = set(self.names_by_layer.get(layer, ()))
+        own = self.names_by_layer.get(layer, ())
+        names = {part for name in own for part in (self.low_bit[name].stored_names if name in self.low_bit else (name,))}
         for file in self.files:
             file.read_ahead(sorted(names & file.entries.keys()))
 
@@ -454,7 +537,7 @@ class AdaptedCheckpoint(Checkpoint):
         """Return the error of a command that needs our own decoder."""
         return UnsupportedError(
             f"{self.directory}: a model of the family {self.model_type} runs through transformers here, where `compress "
-            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate`, `merge` and uniform pruning "
+            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate`, `merge`, `quantize` and uniform pruning "
             "(`compress prune --uniform`) work"
         )
 
@@ -493,8 +576,9 @@ def _check_known(raw: Mapping[str, Any]) -> None:
             f"model family {shown(model_type)} has no experts with the interface of transformers' stacked experts; "
             f"supported families: {', '.join(sorted(ARCHITECTURES))}, and those of transformers with that interface"
         )
-    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
-    if any(part.get("quantization_config") for part in parts):
+    parts = [part for part in raw.values() if isinstance(part, dict)]
+    is_packed = bool(schemes_of(raw)) and not any(part.get(CONFIG_KEY) for part in parts)
+    if not is_packed and any(part.get(CONFIG_KEY) for part in (raw, *parts)):
         raise UnsupportedError(
             f"config.json of this {model_type} has a quantization_config, and quantized weights are read for families "
             f"with a row only ({', '.join(sorted(ARCHITECTURES))}); take the model before it was quantized"

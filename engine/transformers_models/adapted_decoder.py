@@ -20,11 +20,15 @@ import torch
 from torch import Tensor
 
 from engine.errors import UnsupportedError
+from engine.kernels.kernel_choice import prepare_decoding
+from engine.kernels.quantized_weight import LowBitWeight
 from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_block import KernelBlock
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.expert_layers import probe, replaced_forwards
-from engine.transformers_models.experts_implementation import StackedExperts, prepare
+from engine.transformers_models.experts_implementation import CHOICE, StackedExperts, prepare
+from engine.transformers_models.low_bit_layers import LowBitLayers
+from engine.transformers_models.low_bit_weights import LowBitLinear, LowBitStack
 from engine.transformers_models.transformers_model import quiet_transformers
 
 MEASURED = 128
@@ -46,13 +50,16 @@ class AdaptedDecoder:
     def __init__(self, checkpoint: AdaptedCheckpoint, dtype: torch.dtype, progress: Progress = no_progress) -> None:
         """Load all weights: memory-mapped where they are stored in this dtype and in the form that transformers has.
 
+        Low-bit weights stay as they are stored.
+
         Raises the errors of AdaptedCheckpoint.
         """
         self.config, self.dtype, self.model_type = checkpoint.config, dtype, checkpoint.model_type
         self._build = partial(checkpoint.build, checkpoint.raw_config, dtype)
-        self.model = self._build()
+        self.model, low_bit = self._build(), LowBitLayers(checkpoint, CHOICE)
         for layer in progress([None, *range(checkpoint.found.count)], "loading (layers)"):
-            checkpoint.load(self.model, layer, dtype, self.device)
+            low_bit.put_into(self.model, layer, dtype)
+            checkpoint.load(self.model, layer, dtype, self.device, low_bit.names(layer))
         pairs = zip(checkpoint.found.experts, checkpoint.routings, strict=True)
         self.moe_blocks = [KernelBlock(self.model, layer, own) for layer, own in pairs]
         """MoE blocks in the order of their layers."""
@@ -86,15 +93,23 @@ class AdaptedDecoder:
         """Load the kernels that compute the experts."""
         for block in self.moe_blocks:
             prepare(block.module)
+        linears = {module.stored.kind for module in self.model.modules() if isinstance(module, LowBitLinear)}
+        if linears:
+            kinds = sorted(linears, key=str)
+            prepare_decoding(self.dtype, self.device, lambda kernels: kernels.needed(kinds, is_whole=False))
 
     @property
     def weights(self) -> list[Tensor]:
-        """All parameters in memory; those of parts that text does not reach are not loaded."""
-        return [weight for weight in self.model.parameters() if not weight.is_meta]
+        """All weights in memory, low-bit ones as stored; those of parts that text does not reach are not loaded."""
+        found = [weight for weight in self.model.parameters() if not weight.is_meta]
+        low_bit = [module for module in self.model.modules() if isinstance(module, LowBitWeight)]
+        stacks = (part for block in self.moe_blocks for part in StackedExperts(block.module).weights)
+        low_bit += [matrix for part in stacks if isinstance(part, LowBitStack) for matrix in part.matrices]
+        return found + [buffer for weight in low_bit for buffer in weight.buffers()]
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights in the compute dtype; tied weights count once."""
+        """Bytes of the weights in memory; tied weights count once."""
         return sum(weight.nbytes for weight in self.weights)
 
     def bytes_read_per_token(self, skipped_shares: Sequence[float]) -> float:
@@ -103,9 +118,8 @@ class AdaptedDecoder:
         skipped_shares: one for each MoE layer. Embeddings count as one row, tied embeddings completely, as the head.
         """
         read: float = self.weights_bytes
-        ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        embedding_VD, head = ends[0].weight, None if ends[1] is None else ends[1].weight
-        if embedding_VD is not head:
+        embedding_VD, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
+        if head is None or head._parameters.get("weight") is not embedding_VD:
             read -= embedding_VD.nbytes - embedding_VD[0].nbytes
         for block, skipped in zip(self.moe_blocks, skipped_shares, strict=True):
             used = block.layer.per_token * (1.0 - skipped)

@@ -29,9 +29,12 @@ from torch import Tensor, nn
 
 from engine.decoder.experts import gated, grouped, sparse
 from engine.decoder.routing import NO_EXPERT, Selection
+from engine.errors import UnsupportedError
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice, is_served, prepare_decoding
-from engine.kernels.linear import as_bfloat16, linear, serves_rows, transposed_linear
+from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, serves_rows, transposed_linear
+from engine.kernels.quantized_weight import Weight
+from engine.transformers_models.low_bit_weights import LowBitStack
 
 NAME = "moe-compress"
 """Name of the implementation, for `experts_implementation=` of transformers."""
@@ -42,6 +45,8 @@ CLAMPS = (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit"))
 FEW_ROWS = 32
 """Maximum number of tokens of an expert for the kernels for few rows; with more, widening the weights once is faster."""
 CHOICE = KernelChoice(may_compile=True, max_few_rows=FEW_ROWS)
+Stacked = Tensor | LowBitStack
+"""The weights of one product of all experts of a layer."""
 logger = logging.getLogger(__name__)
 
 
@@ -75,7 +80,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 def prepare(module: Any) -> None:
     """Load the compiled kernels that compute these experts, so that their first call does not wait for them."""
     experts = StackedExperts(module)
-    kernels = CHOICE.for_any(experts.first_NPD[0])
+    kernels = CHOICE.for_any(experts.sample)
     if kernels is not None:
         _table_of(kernels, experts)
 
@@ -87,8 +92,8 @@ class StackedExperts:
         """module: experts that transformers has decorated with `use_experts_implementation`."""
         self.module = module
         # A parametrized module computes a weight anew at each access, so that each is accessed once.
-        self.first_NPD: Tensor = module.gate_up_proj if module.has_gate else module.up_proj
-        self.down_NDF: Tensor = module.down_proj
+        self.first_NPD: Stacked = module.gate_up_proj if module.has_gate else module.up_proj
+        self.down_NDF: Stacked = module.down_proj
         self.first_NP: Tensor | None = None
         self.down_ND: Tensor | None = None
         if module.has_bias:
@@ -105,15 +110,27 @@ class StackedExperts:
         return (self[index] for index in range(len(self)))
 
     @property
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[Stacked]:
         """All stacked weights and biases."""
         every = (self.first_NPD, self.down_NDF, self.first_NP, self.down_ND)
         return [each for each in every if each is not None]
 
     @property
+    def is_low_bit(self) -> bool:
+        """Whether some weights are low-bit."""
+        return any(isinstance(each, LowBitStack) for each in self.weights)
+
+    @property
+    def sample(self) -> Tensor:
+        """A tensor with the dtype and the device of the weights, or of the scales of low-bit ones."""
+        first = self.first_NPD
+        return first.scales if isinstance(first, LowBitStack) else first[0]
+
+    @property
     def width(self) -> int:
         """Number of hidden units of an expert."""
-        return self.down_NDF.shape[1 if self.module.is_transposed else 2]
+        is_swapped = self.module.is_transposed and not isinstance(self.down_NDF, LowBitStack)
+        return self.down_NDF.shape[1 if is_swapped else 2]
 
     def first(self, x_TD: Tensor, index: int, choice: KernelChoice) -> Tensor:
         """Return the product of one expert's first matrix, [T, P]."""
@@ -123,8 +140,13 @@ class StackedExperts:
         """Return the product of one expert's down projection, [T, D]."""
         return self._product(h_TF, index, self.down_NDF, self.down_ND, choice)
 
-    def _product(self, x_TI: Tensor, index: int, weight_NOI: Tensor, bias_NO: Tensor | None, choice: KernelChoice) -> Tensor:
+    def _product(
+        self, x_TI: Tensor, index: int, weight_NOI: Stacked, bias_NO: Tensor | None, choice: KernelChoice
+    ) -> Tensor:
         bias_O = None if bias_NO is None else bias_NO[index]
+        if isinstance(weight_NOI, LowBitStack):
+            y_TO = weight_NOI.product(x_TI, index, choice)
+            return y_TO if bias_O is None else y_TO + bias_O
         if self.module.is_transposed:
             return transposed_linear(x_TI, weight_NOI[index], bias_O)
         return linear(x_TI.contiguous(), weight_NOI[index], bias_O, choice)
@@ -159,7 +181,8 @@ class StackedExpert:
 
 def obstacle(experts: StackedExperts, x_TD: Tensor, indices_TS: Tensor, weights_TS: Tensor) -> str | None:
     """Return why transformers must compute these experts, or None if this implementation does."""
-    stored, given = experts.weights, (x_TD, indices_TS, weights_TS)
+    stored = [each for each in experts.weights if not isinstance(each, LowBitStack)]
+    given = (x_TD, indices_TS, weights_TS)
     if _makes_graph():
         return "the model is being compiled or exported"
     if any(type(each) not in (Tensor, nn.Parameter) for each in (*stored, *given)):
@@ -186,6 +209,8 @@ def _by_transformers(module: Any, reason: str, x_TD: Tensor, indices_TS: Tensor,
     """Return the output that transformers computes. A reason is logged when it first occurs."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    if StackedExperts(module).is_low_bit:
+        raise UnsupportedError(f"transformers does not compute experts with low-bit weights, and here it must: {reason}")
     is_graph = _makes_graph()
     if reason not in _reported and not is_graph:
         _reported.add(reason)
@@ -219,6 +244,8 @@ class Table:
     """`expert_table` of the kernels; None if the kernels do not compute these experts."""
     clamp: tuple[float, float] | None = None
     """α and limit of a clamped SwiGLU."""
+    form: tuple[int | str, int] | None = None
+    """Form of the weights, as the kernels need it."""
     takes_many: bool = False
     """Whether the kernels for many tokens support the shapes."""
 
@@ -262,7 +289,7 @@ def _compiled(kernels: Any, table: Table, x_TD: Tensor, selection: Selection, *,
     chosen_TS = np.ascontiguousarray(selection.experts.to(torch.int64).numpy())
     weights_TS = np.ascontiguousarray(selection.weights.detach().float().numpy())
     given = (x_TD.data_ptr(), table.rows, chosen_TS, weights_TS, x_TD.shape[1])
-    return as_bfloat16(kernels.swiglu(*given, clamp=table.clamp, many=many))
+    return as_bfloat16(kernels.swiglu(*given, table.form, table.clamp, many=many))
 
 
 def _table_of(kernels: Any, experts: StackedExperts) -> Table:
@@ -276,24 +303,35 @@ def _table_of(kernels: Any, experts: StackedExperts) -> Table:
 def _origin(experts: StackedExperts) -> tuple[Any, ...]:
     """Return what a table is made from: the places and shapes of the weights, and the attributes of the gate."""
     module = experts.module
-    places = [(each.data_ptr(), each.shape, each.stride()) for each in (experts.first_NPD, experts.down_NDF)]
+    weights = (experts.first_NPD, experts.down_NDF)
+    places = [each if isinstance(each, LowBitStack) else (each.data_ptr(), each.shape, each.stride()) for each in weights]
     return *places, getattr(module, "act_fn", None), *(getattr(module, name, None) for pair in CLAMPS for name in pair)
 
 
 def _new_table(kernels: Any, experts: StackedExperts, origin: tuple[Any, ...]) -> Table:
     """Return the table of these experts, and load the kernels that compute them."""
-    module, first_NPD, down_NDF = experts.module, experts.first_NPD, experts.down_NDF
-    is_plain = module.has_gate and not (module.is_transposed or module.has_bias or module.has_post_expert_norm)
-    if not is_plain or not (is_served(first_NPD[0]) and is_served(down_NDF[0])):
+    module, width = experts.module, experts.width
+    is_plain = module.has_gate and not (module.has_bias or module.has_post_expert_norm)
+    matrices = _matrices(experts) if is_plain else []
+    form = kernel_form(kernels, [each for own in matrices for each in own])
+    gate = None if form is None else compiled_gate(module, width)
+    if form is None or gate is None:
         return Table(origin, None)
-    width = down_NDF.shape[2]
-    gate = compiled_gate(module, width)
-    if gate is None:
-        return Table(origin, None)
-    prepare_decoding(torch.bfloat16, first_NPD.device, lambda loaded: loaded.needed((), is_whole=False))
-    matrices = [(first_PD[:width], first_PD[width:], down_DF) for first_PD, down_DF in zip(first_NPD, down_NDF, strict=True)]
-    rows = kernels.expert_table(([(each.data_ptr(), 0) for each in own], width) for own in matrices)
-    return Table(origin, rows, *gate, serves_rows(kernels, matrices[0], many=True))
+    prepare_decoding(torch.bfloat16, experts.sample.device, lambda loaded: loaded.needed(form[:1], is_whole=False))
+    rows = kernels.expert_table((list(map(addresses, own)), width) for own in matrices)
+    return Table(origin, rows, gate[0], form, serves_rows(kernels, matrices[0], many=True))
+
+
+def _matrices(experts: StackedExperts) -> list[tuple[Weight, ...]]:
+    """Return gate, up and down of each expert, as the kernels multiply them; none of experts that they do not multiply."""
+    first, down, width = experts.first_NPD, experts.down_NDF, experts.width
+    if isinstance(first, LowBitStack) and isinstance(down, LowBitStack):
+        return [(*own, *last) for own, last in zip(first.experts, down.experts, strict=True)]
+    if isinstance(first, LowBitStack) or isinstance(down, LowBitStack) or experts.module.is_transposed:
+        return []
+    if not (is_served(first[0]) and is_served(down[0])):
+        return []
+    return [(first_PD[:width], first_PD[width:], down_DF) for first_PD, down_DF in zip(first, down, strict=True)]
 
 
 def compiled_gate(module: Any, width: int) -> tuple[tuple[float, float] | None] | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.checkpoint.stacks import joined, taken
 from engine.errors import UnsupportedError
-from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, Stack
+from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, UP, Stack
 from engine.transformers_models.config_keys import ExpertAxis
 from engine.transformers_models.expert_layers import PROJECTIONS
 from engine.transformers_models.stack_of import SAMPLED_EXPERT, StoredModel, generic, stacks_of
@@ -186,6 +186,16 @@ class StoredExperts:
         assert stack is not None
         return taken(stack, self._of_expert(name, expert), number)
 
+    def matrices(self, layer: int, expert: int) -> dict[int, str]:
+        """Return the name of the tensor that holds each matrix of an expert, by projection."""
+        found = {each: self._names.get((layer, expert, each)) for each in (GATE, UP, DOWN)}
+        return {each: held[0] for each, held in found.items() if held is not None}
+
+    def is_alone(self, name: str) -> bool:
+        """Return whether a tensor is one matrix of one expert, [outputs, inputs]."""
+        stack, place = self.stack(name), self.places[name]
+        return isinstance(place, OneExpert) and stack is not None and not stack.transposed and len(stack.projections) == 1
+
     def _of_expert(self, name: str, expert: int) -> Tensor:
         """Return the part of a stored tensor that belongs to one expert."""
         stored, place = self._checkpoint.stored_tensor(name), self.places[name]
@@ -225,7 +235,7 @@ class StoredResult:
         for name, (dtype, shape) in checkpoint.stored_shapes.items():
             place = places.get(name)
             if place is None:
-                self._add(name, dtype, shape, partial(self._whole, name))
+                self._copy(name, name)
             elif isinstance(place, EveryExpert):
                 self._add_stacked(name, place, dtype, shape)
             elif place.expert == 0:
@@ -233,6 +243,11 @@ class StoredResult:
 
     def _add(self, name: str, dtype: torch.dtype, shape: Sequence[int], pieces: Callable[[], Iterator[Tensor]]) -> None:
         self.layout[name], self._pieces[name] = (dtype, tuple(shape)), pieces
+
+    def _copy(self, name: str, origin: str) -> None:
+        """Add a copy of a weight of the source, of all tensors that it is stored as."""
+        for suffix, (dtype, shape) in self._checkpoint.parts(origin).items():
+            self._add(name + suffix, dtype, shape, partial(self._whole, origin + suffix))
 
     def _stack(self, name: str) -> Stack | None:
         """Return how a tensor of experts that change holds projections; None for copies, and in prediction layers."""
@@ -245,7 +260,7 @@ class StoredResult:
         for number, row in enumerate(layer.rows):
             own, origin = (f"{place.prefix}{each}{place.suffix}" for each in (number, row))
             if stack is None or number not in layer.changed:
-                self._add(own, dtype, shape, partial(self._whole, origin))
+                self._copy(own, origin)
             else:
                 new = _narrowed(stack, shape, layer.width)
                 self._add(own, dtype, new, partial(self._made, stack, place.layer, [number], dtype))
@@ -263,6 +278,15 @@ class StoredResult:
         new = (*one[:axis], len(layer.rows), *one[axis:])
         made = partial(self._made, stack, place.layer, range(len(layer.rows)), dtype)
         self._add(name, dtype, new, partial(_stacked, made, axis))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors of the result."""
+        return list(self.layout)
+
+    def parts(self, name: str) -> Mapping[str, Iterator[Tensor]]:
+        """Return a tensor of the result in pieces along its first axis, by its name."""
+        return {name: self.pieces(name)}
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """Yield a tensor of the result in pieces along its first axis."""
