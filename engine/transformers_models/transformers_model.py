@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.remote_code import check_loadable, check_no_code, own_class
+from engine.checkpoint.remote_code import check_loadable, check_no_code, class_of
 from engine.errors import CheckpointError, OptionError
-from engine.families.table import ARCHITECTURES
 from engine.files.gguf_file import is_gguf
 
 _SPARE = 1 << 24
@@ -38,7 +37,7 @@ def load_decoder(
 
     loader: Any = model_class or AutoModelForCausalLM
     if config.get("auto_map") and model_class is None:
-        loader = own_class(ARCHITECTURES[config["model_type"]])
+        loader = class_of(config)
     with quiet_transformers():
         try:
             model = loader.from_pretrained(
