@@ -60,7 +60,7 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "diep"}, "diep needs our own decoder, .* give --granularity expert --method frequency or"),
+        ({"method": "diep"}, "diep needs our own decoder, .* give --granularity expert --method naee or frequency or"),
         (
             {"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="both")},
             "--granularity both needs our own decoder, .* give --granularity unit --method unit-magnitude or",
@@ -226,6 +226,20 @@ def test_layers_keep_different_numbers_of_experts(model: Path, tmp_path: Path) -
     again = prune(_options(result, tmp_path / "again", budget=Budget(experts=3, scope="uniform", min_experts=0)))
     assert again["experts_per_layer"] == [3, 3, 3]
     assert loaded(by_name("exaone_moe"), tmp_path / "again").config.num_experts == 3
+
+
+def test_naee_compares_subsets_by_the_familys_own_router(model: Path, tmp_path: Path) -> None:
+    figures = prune(_options(model, tmp_path / "result", method="naee"))
+    assert figures["experts_per_layer"] == [5, 5, 5]
+    assert figures["naee"] == {"search": "exhaustive", "subsets": 56}
+
+
+def test_naee_does_not_know_groups(tmp_path: Path) -> None:
+    """The directory has no tokenizer: the refusal comes before text is read."""
+    save_tiny(by_name("dots1"), tmp_path / "full")
+    budget = Budget(experts=6, scope="layer", min_experts=0)
+    with pytest.raises(OptionError, match="layers of the family dots1 need as many of each group; choose another method"):
+        prepare_pruning(_options(tmp_path / "full", tmp_path / "result", method="naee", budget=budget))
 
 
 def test_removed_experts_are_merged_into_those_that_stay(model: Path, tmp_path: Path) -> None:

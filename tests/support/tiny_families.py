@@ -220,7 +220,7 @@ class _MaskedLogits(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         products = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
         if not self.is_done and func in products and made.shape[-1] == self.size:
-            self.is_done, made = True, made.index_fill(-1, torch.tensor(self.removed), -torch.inf)
+            self.is_done, made = True, made.index_fill(-1, torch.tensor(self.removed, dtype=torch.long), -torch.inf)
         return made
 
 
@@ -243,7 +243,7 @@ def masked(model: Any, checkpoint: AdaptedCheckpoint, kept: Mapping[int, list[in
             if "bias" in own and not name.startswith(f"{layer.experts}.") and name != f"{layer.router}.bias":
                 tensor = model.get_parameter_or_buffer(name)
                 biases.append((tensor, tensor.data.clone()))
-                tensor.data.index_fill_(axis.axis, torch.tensor(removed), -torch.inf)
+                tensor.data.index_fill_(axis.axis, torch.tensor(removed, dtype=torch.long), -torch.inf)
     try:
         with replaced_forwards(functions):
             yield

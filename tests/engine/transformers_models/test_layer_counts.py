@@ -38,7 +38,7 @@ from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_decoder import AdaptedDecoder
 from engine.transformers_models.transformers_model import load_decoder
 
-HANDFUL = others_slow(("exaone_moe", "gemma4", "qwen3_vl_moe", "glm4_moe", "minimax_m2"), "gemma4")
+HANDFUL = others_slow(("exaone_moe", "gemma4", "qwen3_vl_moe", "dots1", "minimax_m2"), "gemma4")
 """Experts one by one, a block that is a whole layer, stacks on disk in a config within a config, groups of experts, and a
 bias of the choice outside of the router."""
 ALONE = """
