@@ -71,7 +71,8 @@ def held_bytes(config: DecoderConfig) -> int:
     experts = max(config.experts_per_layer, default=0)
     weights = SAMPLE_TOKENS * experts * SUBSETS_AT_ONCE * 4
     products = TOKENS_AT_ONCE * experts * (experts + 2 * SUBSETS_AT_ONCE) * 4
-    return max(3 * OUTPUT_BYTES, 2 * weights + products) + SAMPLE_TOKENS * config.hidden_size * 4
+    inputs = 2 * SAMPLE_TOKENS * config.hidden_size * 4  # those of the experts, and of a router that transformers runs
+    return max(3 * OUTPUT_BYTES, 2 * weights + products) + inputs
 
 
 @dataclass(frozen=True)
