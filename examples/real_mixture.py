@@ -32,7 +32,7 @@ from tqdm import tqdm
 from calibrate.text import token_batches
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
-from engine.checkpoint.tokenizer import load_tokenizer
+from engine.checkpoint.tokenizer import load_tokenizer, load_transformers_tokenizer
 from engine.decoder.experts import Expert
 from engine.decoder.model import Decoder
 from engine.errors import OptionError, UnsupportedError
@@ -241,7 +241,7 @@ def write(dense: Checkpoint, raw: dict[str, Any], blocks: Iterator[tuple[str, Te
             written.add(name)
         for name in shapes.keys() - written:
             writer.add(name, dense.tensor(name, torch.float32).bfloat16())
-    load_tokenizer(dense).save_pretrained(output)
+    load_transformers_tokenizer(dense).save_pretrained(output)
     write_json(output / "config.json", raw)
 
 
