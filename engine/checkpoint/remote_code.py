@@ -304,5 +304,5 @@ def own_class(row: Architecture) -> Any:
 
 def class_of(config: Mapping[str, Any]) -> Any:
     """Return the class of the modeling file beside a config.json that `check_loadable` has accepted."""
-    base = family_code.base_of(config)
-    return own_class(ARCHITECTURES[config["model_type"]]) if base is None else family_code.own_class(base)
+    row = ARCHITECTURES.get(str(config.get("model_type")))
+    return family_code.own_class(str(family_code.base_of(config))) if row is None else own_class(row)

@@ -36,10 +36,10 @@ def load_decoder(
     from transformers import AutoModelForCausalLM
 
     loader: Any = model_class or AutoModelForCausalLM
-    if config.get("auto_map") and model_class is None:
-        loader = class_of(config)
     with quiet_transformers():
         try:
+            if config.get("auto_map") and model_class is None:
+                loader = class_of(config)
             model = loader.from_pretrained(
                 directory, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
             )
