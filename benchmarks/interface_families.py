@@ -45,6 +45,7 @@ IN_TEXT = {"interface_families": in_text}
 
 def main() -> None:
     import torch
+    from transformers import dynamic_module_utils
 
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
     from tiny_families import COLUMNS, measured
@@ -62,6 +63,7 @@ def main() -> None:
     if unknown := sorted(set(named) - {family.name for family in families}):
         parser.error(f"--families: the installed transformers has no family {', '.join(unknown)}")
     torch.set_num_threads(1)
+    dynamic_module_utils.HF_MODULES_CACHE = tempfile.mkdtemp()
     code = {key: record()[key] for key in ("commit", "uncommitted_changes")}
     done = {line["family"]: line["found"] for line in remembered(UNFINISHED) if line.get("code") == code}
     for family in families:

@@ -165,11 +165,17 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         check_width(checkpoint.config)
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))
-    if budget.scope == "uniform" and not method.keeps_groups and groups_of(checkpoint.config):
-        raise OptionError(
-            f"{options.method} does not select experts group by group, and a uniform result keeps as many of each group; "
-            "leave out --uniform, or choose another method"
-        )
+    if not method.keeps_groups and groups_of(checkpoint.config):
+        if checkpoint.config.architecture.router.even_groups:
+            raise OptionError(
+                f"{options.method} does not select experts group by group, and layers of the family "
+                f"{checkpoint.config.architecture.model_type} need as many of each group; choose another method"
+            )
+        if budget.scope == "uniform":
+            raise OptionError(
+                f"{options.method} does not select experts group by group, and a uniform result keeps as many of each "
+                "group; leave out --uniform, or choose another method"
+            )
     return budget
 
 
@@ -286,12 +292,20 @@ def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None
                 "keeps as many of each group; give `compress prune --merge cka --uniform`"
             )
         return
-    if budget.scope != "uniform":
-        entry = "number of experts" if budget.granularity == "expert" else "width of experts"
+    if budget.scope == "uniform":
+        return
+    if budget.granularity != "expert":
         raise OptionError(
-            f"a model of the family {checkpoint.model_type} has one {entry} in config.json, the same for every layer; "
-            "add --uniform"
+            f"a model of the family {checkpoint.model_type} has one width of experts in config.json, the same for every "
+            "layer; add --uniform"
         )
+    checkpoint.check_counts(_ragged_counts(checkpoint.config))
+
+
+def _ragged_counts(config: DecoderConfig) -> dict[int, int]:
+    """Return numbers of experts by layer of which the first is the smallest that the family's router works with."""
+    first, *_ = counts = dict(config.experts_by_layer)
+    return counts | {first: min(counts[first], config.architecture.least_experts)}
 
 
 def _runs_anywhere(name: str, granularity: str) -> bool:

@@ -25,7 +25,7 @@ class Method:
     sharding.
     """
     needs_decoder: bool = False
-    """Whether the method routes tokens by other logits than the router's, which only our own decoder does. Other methods
+    """Whether the method weighs experts by other functions than the router's, which only our own decoder does. Other methods
     also score models that transformers runs.
     """
     granularity: str = "expert"
@@ -36,9 +36,7 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "diep": Method("prune", "compress.methods.diep:DIEP", needs_gradients=True, needs_decoder=True),
-    "naee": Method(
-        "prune", "compress.methods.naee:NAEE", scopes=("layer", "uniform"), keeps_groups=False, needs_decoder=True
-    ),
+    "naee": Method("prune", "compress.methods.naee:NAEE", scopes=("layer", "uniform"), keeps_groups=False),
     "frequency": Method("prune", "compress.methods.saliency:FREQUENCY"),
     "probability": Method("prune", "compress.methods.saliency:PROBABILITY"),
     "reap": Method("prune", "compress.methods.saliency:REAP"),

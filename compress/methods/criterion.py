@@ -80,7 +80,8 @@ def by_scores(scores: Callable[[MethodRun], Mapping[int, Tensor]]) -> Callable[[
         scored = scores(run)
         if run.options.shard:
             gc.collect()  # the modules of a sharded model hold reference cycles
-        return kept_plan(run, budget.select(scored, groups_of(run.prepared.checkpoint.config)))
+        config = run.prepared.checkpoint.config
+        return kept_plan(run, budget.select(scored, groups_of(config), even=config.architecture.router.even_groups))
 
     return plan
 

@@ -12,6 +12,9 @@ Each expert runs once on the sample. With Δ the change of a token's weights, �
 G_t holds the inner products of the token's expert outputs. A subset therefore costs its routing and products of size N × N,
 whatever the hidden size, and T · N² numbers are held instead of T · N · D.
 
+Where transformers runs the layers, the family's own router chooses among the experts of a subset
+(engine/transformers_models/subset_router.py).
+
 Several processes share the text. Each holds the sampled tokens of its own sequences, and losses are summed over all.
 
 Shape suffixes: T sampled tokens, P tokens of one piece, N experts of the layer, D hidden, B subsets.
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 from math import comb
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +50,10 @@ from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
-from engine.passes.streaming import stream_layers
+from engine.transformers_models.adapted_block import AdaptedBlock
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.adapted_pass import visit_layers
+from engine.transformers_models.subset_router import SubsetChoice, SubsetRouters
 
 SAMPLE_TOKENS = 4096
 """Number of calibration tokens, drawn at random, on whose layer inputs subsets are compared."""
@@ -64,7 +71,8 @@ def held_bytes(config: DecoderConfig) -> int:
     experts = max(config.experts_per_layer, default=0)
     weights = SAMPLE_TOKENS * experts * SUBSETS_AT_ONCE * 4
     products = TOKENS_AT_ONCE * experts * (experts + 2 * SUBSETS_AT_ONCE) * 4
-    return max(3 * OUTPUT_BYTES, 2 * weights + products) + SAMPLE_TOKENS * config.hidden_size * 4
+    inputs = 2 * SAMPLE_TOKENS * config.hidden_size * 4  # those of the experts, and of a router that transformers runs
+    return max(3 * OUTPUT_BYTES, 2 * weights + products) + inputs
 
 
 @dataclass(frozen=True)
@@ -100,26 +108,33 @@ def naee(
     rows = processes.own_rows(*tokens_SL.shape, budget=budget)
     sample_T = (drawn[:SAMPLE_TOKENS].sort().values - rows.start * tokens_SL.shape[1]).to(device)
     result: dict[int, list[int]] = {}
+    routers = SubsetRouters(checkpoint, dtype) if isinstance(checkpoint, AdaptedCheckpoint) else None
+
+    def choice_of(block: MoeBlock) -> Choice:
+        if routers is not None and isinstance(block, AdaptedBlock):
+            return SubsetChoice(routers, block)
+        return MaskedChoice(block)
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
         block = layer.feed_forward
         if not isinstance(block, MoeBlock):
             return None
-        inputs = LayerInputs(block, sample_T)
+        inputs = LayerInputs(block, sample_T, choice_of(block))
 
         def finish() -> None:
             result[index] = search.once(
                 f"naee_{index}",
-                lambda: best_subset(block, *inputs.sampled(), keep=kept[index], limit=search.limit, budget=budget),
+                lambda: best_subset(
+                    block, inputs.sampled(), inputs.choice, keep=kept[index], limit=search.limit, budget=budget
+                ),
             )
 
         return finish
 
     left = None if directory is None else processes.own_directory(directory, rows)
-    states = stream_layers(
+    visit_layers(
         checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, budget=budget, directory=left, progress=progress
     )
-    states.close()
     for index in sorted(kept.keys() - result.keys()):  # stored before the interruption
         result[index] = search.once(f"naee_{index}", list)
     return dict(sorted(result.items()))
@@ -142,37 +157,67 @@ def compared_subsets(experts: int, kept: int, limit: int) -> int:
     return every if every <= limit else sum(range(kept + 1, experts + 1))
 
 
-class LayerInputs:
-    """Observes one MoE block and keeps its inputs and router logits at the sampled tokens."""
+class Choice(Protocol):
+    """A router's choice for the sampled tokens of one layer."""
 
-    def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
+    def see(self, here_T: Tensor, tokens: int, logits_TN: Tensor) -> None:
+        """Keep what is needed of a batch. here_T: indices of its sampled tokens; tokens: the number of all of them."""
+
+    def __call__(self, kept_N: Tensor | None = None) -> Selection:
+        """Return the choice among the experts that are kept, bool [N]; None for all."""
+        ...
+
+
+class MaskedChoice:
+    """The choice of a block's Routing by router logits; those of removed experts are −∞."""
+
+    def __init__(self, block: MoeBlock, *logits_TN: Tensor) -> None:
+        """logits_TN: of the sampled tokens, as far as they are known."""
+        self.block, self._pieces = block, list(logits_TN)
+
+    def see(self, here_T: Tensor, tokens: int, logits_TN: Tensor) -> None:
+        """Keep the sampled tokens of one batch."""
+        self._pieces.append(logits_TN[here_T])
+
+    def __call__(self, kept_N: Tensor | None = None) -> Selection:
+        """Return the choice for all sampled tokens."""
+        if not self._pieces:  # a process without sequences
+            self._pieces = [self.block.router_ND.new_empty(0, len(self.block.experts))]
+        self._pieces = [torch.cat(self._pieces)]
+        (logits_TN,), routing = self._pieces, self.block.routing
+        return (routing if kept_N is None else Masked(routing, kept_N.to(logits_TN.device)))(logits_TN)
+
+
+class LayerInputs:
+    """Observes one MoE block and keeps its inputs and its router's choice at the sampled tokens."""
+
+    def __init__(self, block: MoeBlock, sample_T: Tensor, choice: Choice) -> None:
         """Create the observer.
 
         sample_T: sorted indices into the flat sequence of all tokens, counted from the first token of this process.
         """
-        self.block, self.sample_T, self.seen = block, sample_T, 0
-        self.pieces: list[tuple[Tensor, Tensor]] = []
+        self.block, self.sample_T, self.choice, self.seen = block, sample_T, choice, 0
+        self.pieces: list[Tensor] = []
         block.observer = self.see
 
     def see(self, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
         """Keep the sampled tokens of one batch."""
         here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])] - self.seen
-        self.pieces.append((x_TD[here], logits_TN[here]))
+        self.pieces.append(x_TD[here])
+        self.choice.see(here, len(x_TD), logits_TN)
         self.seen += x_TD.shape[0]
 
-    def sampled(self) -> tuple[Tensor, Tensor]:
-        """Return inputs [T, D] and logits [T, N] of the sampled tokens."""
+    def sampled(self) -> Tensor:
+        """Return the inputs of the sampled tokens, [T, D]."""
         if not self.pieces:  # a process without sequences
-            router_ND = self.block.router_ND
-            return router_ND.new_empty(0, self.block.hidden_size), router_ND.new_empty(0, len(self.block.experts))
-        inputs, logits = zip(*self.pieces, strict=True)
-        return torch.cat(inputs), torch.cat(logits)
+            return torch.empty(0, self.block.hidden_size, device=self.block.device)
+        return torch.cat(self.pieces)
 
 
 def best_subset(
     block: MoeBlock,
     x_TD: Tensor,
-    logits_TN: Tensor,
+    choice: Choice,
     *,
     keep: int,
     limit: int = SUBSET_LIMIT,
@@ -182,7 +227,7 @@ def best_subset(
     experts = len(block.experts)
     if keep >= experts:
         return list(range(experts))
-    losses = SubsetLosses(block, x_TD, logits_TN, budget)
+    losses = SubsetLosses(block, x_TD, choice, budget)
     with losses.products_TNN:
         return (exhaustive if comb(experts, keep) <= limit else greedy)(losses, experts, keep)
 
@@ -191,10 +236,10 @@ class SubsetLosses:
     """‖y_full − y_subset‖_F² for any subsets of one block's experts, summed over the sampled tokens of all processes."""
 
     @torch.no_grad()
-    def __init__(self, block: MoeBlock, x_TD: Tensor, logits_TN: Tensor, budget: MemoryBudget = UNLIMITED) -> None:
+    def __init__(self, block: MoeBlock, x_TD: Tensor, choice: Choice, budget: MemoryBudget = UNLIMITED) -> None:
         """Run every expert once on every token. Raises DataError where an output is NaN or infinite."""
-        self.routing, self.logits_TN = block.routing, logits_TN
-        self.full_TN = weight_of_each(block.routing(logits_TN), len(block.experts))
+        self.choice = choice
+        self.full_TN = weight_of_each(choice(), len(block.experts))
         self.products_TNN = inner_products(block, x_TD, budget)
 
     @torch.no_grad()
@@ -215,9 +260,9 @@ class SubsetLosses:
         return processes.added_up(result)
 
     def _weights(self, subset: tuple[int, ...], count: int) -> Tensor:
-        kept_N = torch.zeros(count, dtype=torch.bool, device=self.logits_TN.device)
+        kept_N = torch.zeros(count, dtype=torch.bool)
         kept_N[list(subset)] = True
-        return weight_of_each(Masked(self.routing, kept_N)(self.logits_TN), count)
+        return weight_of_each(self.choice(kept_N), count)
 
 
 def weight_of_each(selection: Selection, experts: int) -> Tensor:

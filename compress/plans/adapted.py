@@ -1,7 +1,8 @@
 """Execute a Plan on a checkpoint that transformers runs: experts change in the files, and nothing else does.
 
-The result is a plain checkpoint of its family, under the source's own names. Every tensor is a copy of stored bytes, but for
-those of experts that lose hidden units or are merged.
+The result is a plain checkpoint of its family, under the source's own names, or one with a modeling file where layers keep
+different numbers of experts. Every tensor is a copy of stored bytes, but for those of experts that lose hidden units or are
+merged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from compress.plans.plan import Plan, check_plan, expert_width
 from compress.plans.releasing import Releasing
 from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
+from engine.checkpoint import family_code
 from engine.errors import PlanError, UnsupportedError
 from engine.families.experts import DOWN
 from engine.families.tensor_names import expert_tensor
@@ -26,14 +28,11 @@ from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.expert_layers import projection_names
 from engine.transformers_models.stored_experts import ResultLayer, StoredResult, expert_places
 
-_LEFT_OUT = "auto_map"
-"""Config key that names code beside the source's weights, which results do not have."""
-
 
 def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
-    """Raise PlanError unless the plan fits, UnsupportedError unless its result is a plain checkpoint of the family.
+    """Raise PlanError unless the plan fits, UnsupportedError unless a checkpoint of the family can hold its result.
 
-    Such a result has as many experts in each layer, all of one width, and each has the router row of one source expert.
+    Experts of such a result are of one width, and each has the router row of one source expert.
     """
     check_plan(plan, moe_configs(checkpoint.config), checkpoint.config.common_widths)
     rows = _rows(plan)
@@ -41,15 +40,12 @@ def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
     if plan.kind != "moe" or plan.common or is_repeated:
         raise checkpoint.refusal()
     model_type = checkpoint.model_type
-    for counts, what, entry in (
-        ({len(own) for own in plan.layers.values()}, "in a layer", "number of experts"),
-        (_widths(plan, checkpoint), "hidden units", "width of experts"),
-    ):
-        if len(counts) > 1:
-            raise UnsupportedError(
-                f"{checkpoint.directory}: a model of the family {model_type} has one {entry} in config.json, and this plan "
-                f"keeps {min(counts)} to {max(counts)} {what}; add --uniform"
-            )
+    widths = _widths(plan, checkpoint)
+    if len(widths) > 1:
+        raise UnsupportedError(
+            f"{checkpoint.directory}: a model of the family {model_type} has one width of experts in config.json, and this "
+            f"plan keeps {min(widths)} to {max(widths)} hidden units; add --uniform"
+        )
     least = checkpoint.config.architecture.least_experts
     for layer, own in plan.layers.items():
         if len(own) < least:
@@ -59,6 +55,7 @@ def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
             )
         _check_groups(rows[layer], checkpoint, layer)
     expert_places(checkpoint)
+    checkpoint.check_counts(_counts(plan))
     if any(not expert.is_copy for own in plan.layers.values() for expert in own):
         _check_not_low_bit(checkpoint)
         checkpoint.stored_experts  # noqa: B018  raises UnsupportedError where projections are not found
@@ -78,6 +75,11 @@ def _check_not_low_bit(checkpoint: AdaptedCheckpoint) -> None:
 def _rows(plan: Plan) -> dict[int, list[Any]]:
     """Return the expert whose router row each expert of a layer has; None for another sum of rows."""
     return {layer: [expert.copied_row for expert in own] for layer, own in plan.layers.items()}
+
+
+def _counts(plan: Plan) -> dict[int, int]:
+    """Return the number of experts of each layer of the result."""
+    return {layer: len(own) for layer, own in plan.layers.items()}
 
 
 def _widths(plan: Plan, checkpoint: AdaptedCheckpoint) -> set[int]:
@@ -115,10 +117,8 @@ def _check_groups(kept: list[Any], checkpoint: AdaptedCheckpoint, layer: int) ->
 def adapted_planned_config(plan: Plan, checkpoint: AdaptedCheckpoint) -> dict[str, Any]:
     """Return config.json of the result. Raises UnsupportedError for a width of experts that it cannot have."""
     (width,) = _widths(plan, checkpoint)
-    raw = checkpoint.count_key.changed(checkpoint.raw_config, len(next(iter(plan.layers.values()))))
-    if width != checkpoint.found.experts[0].width:
-        raw = checkpoint.width_key.changed(raw, width)
-    return {key: value for key, value in raw.items() if key != _LEFT_OUT}
+    raw = checkpoint.with_counts(_counts(plan))
+    return raw if width == checkpoint.found.experts[0].width else checkpoint.width_key.changed(raw, width)
 
 
 def apply_adapted(
@@ -165,3 +165,5 @@ def apply_adapted(
                 writer.add_rows(part, releasing.after(pieces))
         checkpoint.release()
     write_json(directory / "config.json", raw)
+    if (base := family_code.base_of(raw)) is not None:
+        (directory / family_code.FILE_NAME).write_text(family_code.render(base), encoding="utf-8")

@@ -139,31 +139,34 @@ class Budget:
         return count - round(self.sparsity * count)
 
     def select(
-        self, scores: Mapping[int, Tensor], groups: Mapping[int, Sequence[int]] | None = None
+        self, scores: Mapping[int, Tensor], groups: Mapping[int, Sequence[int]] | None = None, *, even: bool = False
     ) -> dict[int, list[int]]:
         """Return the kept experts of each layer, ascending. Ties go to the earlier layer and the lower index.
 
         groups: the group of each expert, by layer, for layers that have groups. Scope "uniform" keeps an equal number
-        of each group.
+        of each group. even: whether the other scopes do so too. One expert of each group then stays or goes together with
+        those of the other groups, by their mean score, and a few experts fewer than the budget allows may stay.
         """
         counts = {layer: len(values) for layer, values in scores.items()}
         self.check(counts)
         ranked = {layer: values.argsort(descending=True, stable=True).tolist() for layer, values in scores.items()}
+        together = 1
+        if groups and (even or self.scope == "uniform"):
+            ranked = {layer: _in_turns(order, groups[layer]) for layer, order in ranked.items()}
+            together = max(len(set(own)) for own in groups.values()) if even else 1
         if self.scope != "global":
-            number = self.kept_per_layer(counts)
-            if self.scope == "uniform" and groups:
-                ranked = {layer: _in_turns(order, groups[layer]) for layer, order in ranked.items()}
+            number = {layer: kept - kept % together for layer, kept in self.kept_per_layer(counts).items()}
             return {layer: sorted(order[: number[layer]]) for layer, order in ranked.items()}
         # Each layer first keeps its minimum by score. The rest of the budget goes to the best of all other experts.
         kept = {layer: order[: min(self.min_experts, len(order))] for layer, order in ranked.items()}
         others = [
-            (-float(scores[layer][expert]), layer, expert)
+            (-float(scores[layer][own].double().mean()), layer, own)
             for layer, order in ranked.items()
-            for expert in order[len(kept[layer]) :]
+            for own in _pieces(order[len(kept[layer]) :], together)
         ]
         left = self.kept_in_all(counts) - sum(map(len, kept.values()))
-        for _, layer, expert in sorted(others)[:left]:
-            kept[layer].append(expert)
+        for _, layer, own in sorted(others)[: left // together]:
+            kept[layer] += own
         return {layer: sorted(experts) for layer, experts in kept.items()}
 
 
@@ -183,6 +186,11 @@ def check_groups(budget: Budget, layers: Mapping[int, MoeConfig]) -> None:
                 f"a uniform result would keep {kept[layer]} experts in layer {layer}, and its {groups} groups need as many "
                 f"each, at least {least}; keep a multiple of {groups} (--experts), or leave out --uniform"
             )
+
+
+def _pieces(order: Sequence[int], size: int) -> list[list[int]]:
+    """Return the experts in pieces of one size."""
+    return [list(order[start : start + size]) for start in range(0, len(order), size)]
 
 
 def _in_turns(order: Sequence[int], groups: Sequence[int]) -> list[int]:

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.remote_code import FILE_NAME as MODELLING_FILE
-from engine.checkpoint.remote_code import render
+from engine.checkpoint.remote_code import source_of
 from engine.errors import CheckpointError, HubError, OptionError
-from engine.families.table import ARCHITECTURES
 from engine.files.json_file import load_json
 from engine.files.safetensors_file import INDEX_NAME, MAX_HEADER_BYTES, PICKLES, SINGLE_NAME, indexed_shards
 
@@ -196,8 +195,8 @@ def _is_ours(directory: Path, file: RepoFile | None) -> bool:
     """Return whether a modeling file on the hub is, byte for byte, the one that this version writes."""
     from huggingface_hub.utils.sha import git_hash
 
-    row = ARCHITECTURES.get(str(load_json(directory / "config.json", "model config").get("model_type")))
-    return file is not None and row is not None and file.blob_id == git_hash(render(row).encode())
+    source = source_of(load_json(directory / "config.json", "model config"))
+    return file is not None and source is not None and file.blob_id == git_hash(source)
 
 
 def _header(repository: str, commit: str, name: str) -> bytes:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from engine.checkpoint import family_code
 from engine.checkpoint.pack_quantized import CONFIG_KEY
 from engine.errors import OptionError
 from engine.families.architecture import Architecture
@@ -24,9 +25,7 @@ from engine.families.tensor_names import dense_down_name, dense_module, down_nam
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import code_in, named
 
-FILE_NAME = "modeling_compressed.py"
-_MODULES = "compressed_models"
-"""Package name under which the families' generated modules are registered."""
+FILE_NAME = family_code.FILE_NAME
 _ADAPTER = "adapter_config.json"
 _IMPLEMENTATIONS = frozenset(
     f"{what}_implementation{end}" for what in ("attn", "experts") for end in ("", "_internal", "_autoset")
@@ -216,13 +215,21 @@ def auto_map() -> dict[str, str]:
     return {"AutoModelForCausalLM": "modeling_compressed.CompressedForCausalLM"}
 
 
+def source_of(config: Mapping[str, Any]) -> bytes | None:
+    """Return the modeling file that this version writes beside a config.json; None if it writes none."""
+    row = ARCHITECTURES.get(str(config.get("model_type")))
+    if row is not None:
+        return render(row).encode()
+    base = family_code.base_of(config)
+    return None if base is None else family_code.render(base).encode()
+
+
 def is_ours(directory: Path) -> bool:
-    """Return whether the directory's modeling file is, byte for byte, one that this module writes."""
+    """Return whether the directory's modeling file is, byte for byte, one that this version writes."""
     config, source = directory / "config.json", directory / FILE_NAME
     if not config.is_file() or not source.is_file():
         return False
-    row = ARCHITECTURES.get(str(load_json(config, "model config").get("model_type")))
-    return row is not None and source.read_bytes() == render(row).encode()
+    return source.read_bytes() == source_of(load_json(config, "model config"))
 
 
 def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
@@ -244,7 +251,8 @@ def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
     if config.get("auto_map"):
         tokenizer = directory / "tokenizer_config.json"
         brings_more = tokenizer.is_file() and load_json(tokenizer, "tokenizer config").get("auto_map")
-        if config["auto_map"] != auto_map() or not is_ours(directory) or brings_more:
+        is_known = config["auto_map"] == auto_map() if row is not None else family_code.base_of(config) is not None
+        if not is_known or not is_ours(directory) or brings_more:
             raise OptionError(
                 f"{directory}: auto_map asks transformers to run code from this directory that this version did not write "
                 "(trust_remote_code); use our own engine, or write the artifact again"
@@ -286,9 +294,15 @@ def _nested(value: Any) -> Iterator[tuple[str, Any]]:
 
 def own_class(row: Architecture) -> Any:
     """Return the class of the modeling file, compiled from the template here and never from a file."""
-    name = f"{_MODULES}.{row.model_type}"
+    name = f"{family_code.MODULES}.{row.model_type}"
     if name not in sys.modules:
         module = ModuleType(name)
         exec(compile(render(row), f"<{FILE_NAME} of {row.model_type}>", "exec"), module.__dict__)
         sys.modules[name] = module  # transformers looks up the module of a class in sys.modules
     return sys.modules[name].CompressedForCausalLM
+
+
+def class_of(config: Mapping[str, Any]) -> Any:
+    """Return the class of the modeling file beside a config.json that `check_loadable` has accepted."""
+    row = ARCHITECTURES.get(str(config.get("model_type")))
+    return family_code.own_class(str(family_code.base_of(config))) if row is None else own_class(row)

@@ -81,6 +81,8 @@ class TopK:
     """Function of the router logits: "softmax" over all experts, or the "sigmoid" of each logit."""
     least: ClassVar[int] = 1
     """Minimum number of experts in a layer, because the family's own router always takes so many."""
+    even_groups: ClassVar[bool] = False
+    """Whether each layer of a smaller model needs as many experts of each group, in order."""
     weight: str = "gate.weight"
     """Name within the block of the matrix that has one row for each expert."""
     per_token: tuple[str, ...] = ("num_experts_per_tok",)

@@ -5,8 +5,9 @@ it gives our expert kernels to any model of transformers. Families without a row
 and pruned through transformers: `interface_families.py` lists them, `expert_layers.py` finds their MoE layers,
 `adapted_checkpoint.py` opens their files with the numbers of `adapted_config.py`, `adapted_block.py` is the router and the
 experts of a layer, `adapted_pass.py` runs text through one layer after the other, `adapted_gradients.py` goes back through
-them, and `adapted_decoder.py` holds a whole model that generates. `stored_experts.py` takes experts and their hidden units
-out of the files, `stack_of.py` finds how files hold projections, and `config_keys.py` which entries of config.json say how
-many experts there are and how wide they are. `low_bit_weights.py` reads and multiplies low-bit weights, and
-`low_bit_layers.py` says which weights may be low-bit.
+them, and `adapted_decoder.py` holds a whole model that generates. `subset_router.py` asks a router about some of the
+experts. `stored_experts.py` takes experts and their hidden units out of the files, `stack_of.py` finds how files hold
+projections, and `config_keys.py` which entries of config.json say how many experts there are and how wide they are.
+`layer_counts.py` has the entries for layers with different numbers of experts. `low_bit_weights.py` reads and
+multiplies low-bit weights, and `low_bit_layers.py` says which weights may be low-bit.
 """

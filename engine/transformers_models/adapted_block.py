@@ -160,7 +160,9 @@ class AdaptedBlock(MoeBlock):
         nn.Module.__init__(self)
         self.layer, self.own = layer, own or OwnRouting(layer.count, layer.router)
         self.routing = self.own
-        self._router, self.module = model.get_submodule(layer.router), model.get_submodule(layer.experts)
+        self.router, self.module = model.get_submodule(layer.router), model.get_submodule(layer.experts)
+        self.asked: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
+        """The arguments that the router was called with last; kept while an observer runs."""
         self.experts = cast("nn.ModuleList", StackedExperts(self.module))
         self.observer = self.expert_observer = self.unit_observer = None
         self.scales_inputs = False
@@ -179,7 +181,7 @@ class AdaptedBlock(MoeBlock):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run this block in the place of the layer's experts during the body."""
-        handle = self._router.register_forward_hook(self._saw_router, with_kwargs=True)
+        handle = self.router.register_forward_hook(self._saw_router, with_kwargs=True)
         try:
             with replaced_forwards({self.module: self._run_experts}):
                 yield
@@ -189,6 +191,8 @@ class AdaptedBlock(MoeBlock):
     def _saw_router(self, module: nn.Module, given: Any, options: Any, made: Any) -> None:
         assert is_routing(made)
         self.own.see(*made[:3])
+        if self.observer is not None:
+            self.asked = given, options
         if self.own.normalises is None and isinstance(self.routing, Skipping):
             self.own.normalises = _normalises(module, given, options)
 
@@ -200,6 +204,7 @@ class AdaptedBlock(MoeBlock):
         assert len(selection.experts) == len(x_TD), "kernels read a row of the input for each row of the selection"
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
+            self.asked = ((), {})
         return self._computed(x_TD, selection).view_as(hidden_states)
 
     def _computed(self, x_TD: Tensor, selection: Selection) -> Tensor:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.family_code import PLACES_KEY, own_class
 from engine.checkpoint.model_directory import check_generation
 from engine.checkpoint.pack_quantized import CONFIG_KEY, QuantizedView, schemes_of
 from engine.checkpoint.stored_views import SAME_MODEL
@@ -45,12 +46,18 @@ from engine.transformers_models.config_keys import CountKey, WidthKey, find_coun
 from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers, find_layers, skeleton
 from engine.transformers_models.experts_implementation import StackedExperts
 from engine.transformers_models.interface_families import classes_of, has_interface
+from engine.transformers_models.layer_counts import (
+    BLOCKS_KEY,
+    OWN_KEYS,
+    check_built,
+    counts_of,
+    plain_config,
+    with_counts,
+)
 from engine.transformers_models.low_bit_weights import dense_experts, expert_matrices, first_name, low_bit_views
 from engine.transformers_models.stack_of import generic
 from engine.transformers_models.stored_experts import StoredExperts
 from engine.transformers_models.transformers_model import quiet_transformers
-
-Key = TypeVar("Key", CountKey, WidthKey)
 
 _RELEASE_EVERY_BYTES = 64 << 20
 SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
@@ -58,7 +65,11 @@ SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
 _PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
 """Config keys of the number of layers for multi-token prediction."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_WITHHELD_KEYS = ("auto_map", "torch_dtype", "dtype", CONFIG_KEY)
+_RAGGED_PREDICTION = (
+    "layers for multi-token prediction keep the experts that the last decoder layer keeps, and config.json has no number of "
+    "experts for them alone; programs that run these layers cannot load them, and transformers leaves them out"
+)
+_WITHHELD_KEYS = (*OWN_KEYS, "torch_dtype", "dtype", CONFIG_KEY)
 
 
 def open_mixture_checkpoint(directory: Path) -> Checkpoint:
@@ -91,8 +102,15 @@ class AdaptedCheckpoint(Checkpoint):
             _check_known(self.raw_config)
             self.schemes = schemes_of(self.raw_config)
             self.model_class = _model_class(self.raw_config)
-            self.model = self.build(self.raw_config)
-            self.found: FoundLayers = find_layers(self.model, self.model_type)
+            self.model = self.build(plain_config(self.raw_config))
+            self.plain_found: FoundLayers = find_layers(self.model, self.model_type)
+            """The layers of the family's own model, which have one number of experts."""
+            self.found = self.plain_found
+            """The layers of this model."""
+            if BLOCKS_KEY in self.raw_config:
+                counts = counts_of(self.raw_config, self.plain_found, self._count_key())
+                self.model, self.found = self._checked_build(self.raw_config, counts)
+                self.model_class = type(self.model)
             self.config = adapted_config(self.model.config, self.model_class.__name__, self.found)
             check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
         except (CheckpointError, UnsupportedError) as error:
@@ -119,8 +137,37 @@ class AdaptedCheckpoint(Checkpoint):
         from transformers import PreTrainedConfig
 
         decoded = PreTrainedConfig._decode_special_floats({key: raw[key] for key in raw if key not in _WITHHELD_KEYS})
-        config = load_transformers_config(decoded)
-        return skeleton(self.model_class, config, dtype)
+        config, model_class = load_transformers_config(decoded), _model_class(self.raw_config)
+        if BLOCKS_KEY in raw:
+            model_class = own_class(model_class.__name__)
+            config.block_configs, config.block_places = raw[BLOCKS_KEY], raw[PLACES_KEY]
+        return skeleton(model_class, config, dtype)
+
+    def _checked_build(self, raw: Mapping[str, Any], counts: Mapping[int, int]) -> tuple[Any, FoundLayers]:
+        """Return a model without weights and its layers. Raises UnsupportedError unless they have so many experts each."""
+        try:
+            plain, model = self.build(plain_config(raw)), self.build(raw)
+            found = find_layers(model, self.model_type)
+            check_built(model, plain, found, self._count_key(), counts)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"layers of a model of the family {self.model_type} cannot have different numbers of experts ({error}); "
+                "prune with --uniform"
+            ) from error
+        return model, found
+
+    def check_counts(self, counts: Mapping[int, int]) -> None:
+        """Raise UnsupportedError unless the family's layers can have these numbers of experts, by decoder layer index."""
+        if len(set(counts.values())) > 1:
+            try:
+                self._checked_build(self.with_counts(counts), counts)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{self.directory}: {error}") from error
+
+    def with_counts(self, counts: Mapping[int, int]) -> dict[str, Any]:
+        """Return config.json with other numbers of experts in the MoE layers, by decoder layer index."""
+        base = _model_class(self.raw_config).__name__
+        return with_counts(self.raw_config, base, self.found, self.count_key, counts)
 
     @cached_property
     def routings(self) -> tuple[OwnRouting, ...]:
@@ -130,17 +177,20 @@ class AdaptedCheckpoint(Checkpoint):
     @cached_property
     def count_key(self) -> CountKey:
         """The entry of config.json with the number of experts, and the tensors whose shapes depend on it."""
-        return self._found_key(find_count_key)
+        try:
+            return self._count_key()
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.directory}: {error}") from error
+
+    def _count_key(self) -> CountKey:
+        plain = plain_config(self.raw_config)
+        return find_count_key(plain, self.build, self.plain_found, text_path(self.model.config))
 
     @cached_property
     def width_key(self) -> WidthKey:
         """The entry of config.json with the width of experts."""
-        return self._found_key(find_width_key)
-
-    def _found_key(self, find: Callable[..., Key]) -> Key:
-        """Return an entry of config.json. Raises UnsupportedError, which names the directory, where it is not found."""
         try:
-            return find(self.raw_config, self.build, self.found, text_path(self.model.config))
+            return find_width_key(self.raw_config, self.build, self.found, text_path(self.model.config))
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.directory}: {error}") from error
 
@@ -443,8 +493,11 @@ class AdaptedCheckpoint(Checkpoint):
     @property
     def prediction_note(self) -> str | None:
         """A sentence where layers for multi-token prediction have more experts than config.json says, else None."""
-        (count,) = {layer.count for layer in self.found.experts}
+        counts = {layer.count for layer in self.found.experts}
         beyond = self.stored_shapes.keys() - self.targets.keys()
+        if len(counts) > 1:
+            return _RAGGED_PREDICTION if any(".experts." in name for name in beyond) else None
+        (count,) = counts
         found = [_EXPERT.search(name) for name in beyond]
         most = max((int(each[1]) + 1 for each in found if each is not None), default=0)
         shapes = {_end(name): self.stored_shapes[name][1] for name in self.targets if ".experts." in name}
@@ -537,8 +590,7 @@ class AdaptedCheckpoint(Checkpoint):
         """Return the error of a command that needs our own decoder."""
         return UnsupportedError(
             f"{self.directory}: a model of the family {self.model_type} runs through transformers here, where `compress "
-            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate`, `merge`, `quantize` and uniform pruning "
-            "(`compress prune --uniform`) work"
+            "generate`, `serve`, `bench`, `compare`, `calibrate`, `evaluate`, `merge`, `quantize` and `prune` work"
         )
 
 

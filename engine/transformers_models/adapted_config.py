@@ -149,4 +149,5 @@ def least_experts(text: Any, layers: tuple[ExpertLayer, ...]) -> int:
 class RouterOfTransformers(TopK):
     """A router that only transformers runs."""
 
+    even_groups = True
     least: int = 1  # type: ignore[misc]

@@ -164,12 +164,13 @@ class StoredExperts:
             if checkpoint.targets.get(name) in own and not (isinstance(place, OneExpert) and place.expert != SAMPLED_EXPERT):
                 samples.setdefault(generic(name), name)
         one = {key: partial(self._of_expert, name, SAMPLED_EXPERT) for key, name in samples.items()}
+        counts = {layer.index: layer.count for layer in checkpoint.found.experts}
         self._stacks = stacks_of(checkpoint, one)
         self._names: dict[tuple[int, int, int], tuple[str, int]] = {}
         """Tensor of each projection of an expert, by layer, expert and projection, with its place in the stack."""
         for name, place in self.places.items():
             stack = self.stack(name) if name in checkpoint.targets else None
-            experts = [place.expert] if isinstance(place, OneExpert) else range(first.count)
+            experts = [place.expert] if isinstance(place, OneExpert) else range(counts[place.layer])
             for number, projection in enumerate(() if stack is None else stack.projections):
                 self._names |= {(place.layer, expert, projection): (name, number) for expert in experts}
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.remote_code import check_loadable, check_no_code, own_class
+from engine.checkpoint.remote_code import check_loadable, check_no_code, class_of
 from engine.errors import CheckpointError, OptionError
-from engine.families.table import ARCHITECTURES
 from engine.files.gguf_file import is_gguf
 
 _SPARE = 1 << 24
@@ -37,10 +36,10 @@ def load_decoder(
     from transformers import AutoModelForCausalLM
 
     loader: Any = model_class or AutoModelForCausalLM
-    if config.get("auto_map") and model_class is None:
-        loader = own_class(ARCHITECTURES[config["model_type"]])
     with quiet_transformers():
         try:
+            if config.get("auto_map") and model_class is None:
+                loader = class_of(config)
             model = loader.from_pretrained(
                 directory, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
             )

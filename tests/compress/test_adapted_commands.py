@@ -36,6 +36,7 @@ from compress.statistics_file import calibrate_to_file
 from engine.bench.backends import BACKENDS, BenchCase, BenchSpec, run_case
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.errors import CompressError, OptionError, UnsupportedError
+from engine.generation.generate import Engine
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
@@ -59,7 +60,7 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "diep"}, "diep needs our own decoder, .* give --granularity expert --method frequency or"),
+        ({"method": "diep"}, "diep needs our own decoder, .* give --granularity expert --method naee or frequency or"),
         (
             {"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="both")},
             "--granularity both needs our own decoder, .* give --granularity unit --method unit-magnitude or",
@@ -67,10 +68,6 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
         (
             {"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")},
             "one width of experts in config.json, .* add --uniform",
-        ),
-        (
-            {"budget": Budget(experts=5, min_experts=0)},
-            "a model of the family exaone_moe has one number of experts in config.json, .* add --uniform",
         ),
         (
             {"budget": Budget(experts=1, scope="uniform", min_experts=1)},
@@ -204,6 +201,45 @@ def _least_squares(a_RF: Tensor, down_DF: Tensor, kept: list[int], ridge: float)
     rows = torch.cat([a_RF[:, kept], absolute**0.5 * torch.eye(len(kept), dtype=torch.float64)])
     right = torch.cat([a_RF @ down_DF.T, absolute**0.5 * down_DF[:, kept].T])
     return torch.from_numpy(numpy.linalg.lstsq(rows.numpy(), right.numpy(), rcond=None)[0]).T
+
+
+def test_layers_keep_different_numbers_of_experts(model: Path, tmp_path: Path) -> None:
+    """Ranked over all layers, merged too; the result is evaluated, generated from, compared and pruned again."""
+    for merge in ("none", "cka"):
+        budget = Budget(sparsity=0.4, min_experts=0)
+        figures = prune(_options(model, tmp_path / merge, method="frequency", budget=budget, merge=merge))
+        counts = figures["experts_per_layer"]
+        assert sum(counts) == 14
+        assert len(set(counts)) > 1
+    result = tmp_path / "none"
+    assert "trust_remote_code=True" in (result / "README.md").read_text()
+    held_out = EvaluateOptions(model=str(result), calibration=replace(TEXT, samples=2), split="held-out")
+    assert evaluate_model(held_out)["value"] > 0
+    assert len(Engine.open(result).generate("def read(path):", max_new_tokens=4)[0].token_ids) == 4
+    specs = [BenchSpec(str(result), backend, threads=1, device="cpu", batch=1) for backend in ("torch", "transformers")]
+    tokens_BL = torch.randint(3, VOCABULARY, (1, 6), generator=torch.Generator().manual_seed(0))
+    found = []
+    for backend in [BACKENDS[spec.backend](spec) for spec in specs]:
+        backend.start(1, 6)
+        found.append(backend.forward(tokens_BL).tolist())
+    assert found[0] == found[1]
+    again = prune(_options(result, tmp_path / "again", budget=Budget(experts=3, scope="uniform", min_experts=0)))
+    assert again["experts_per_layer"] == [3, 3, 3]
+    assert loaded(by_name("exaone_moe"), tmp_path / "again").config.num_experts == 3
+
+
+def test_naee_compares_subsets_by_the_familys_own_router(model: Path, tmp_path: Path) -> None:
+    figures = prune(_options(model, tmp_path / "result", method="naee"))
+    assert figures["experts_per_layer"] == [5, 5, 5]
+    assert figures["naee"] == {"search": "exhaustive", "subsets": 56}
+
+
+def test_naee_does_not_know_groups(tmp_path: Path) -> None:
+    """The directory has no tokenizer: the refusal comes before text is read."""
+    save_tiny(by_name("dots1"), tmp_path / "full")
+    budget = Budget(experts=6, scope="layer", min_experts=0)
+    with pytest.raises(OptionError, match="layers of the family dots1 need as many of each group; choose another method"):
+        prepare_pruning(_options(tmp_path / "full", tmp_path / "result", method="naee", budget=budget))
 
 
 def test_removed_experts_are_merged_into_those_that_stay(model: Path, tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": EXPERTS, "moe_topk": 2, "eod_token_id": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        "num_hidden_layers": LAYERS + 1,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """Entries of the language model's config that a family needs besides."""
@@ -165,6 +169,14 @@ def save_tiny(family: Family, path: Path, **changes: Any) -> Any:
         return loaded(family, path)
 
 
+def remotely(path: Path) -> Any:
+    """Return the model in a directory, as transformers loads it with the modeling file there."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=True).eval()
+
+
 def loaded(family: Family, path: Path) -> Any:
     """Return the model in a directory, as transformers loads it."""
     import transformers
@@ -180,12 +192,17 @@ def logits_of(model: Any) -> Tensor:
     return made
 
 
-def some_removed(checkpoint: AdaptedCheckpoint) -> dict[int, list[int]]:
-    """Return about five eighths of the experts of each layer, other ones in each, as many of each group."""
+def some_removed(checkpoint: AdaptedCheckpoint, *, is_ragged: bool = False) -> dict[int, list[int]]:
+    """Return about five eighths of the experts of each layer, other ones in each, as many of each group.
+
+    is_ragged: whether every second layer keeps the fewest that its router works with, or one expert of each group fewer.
+    """
     kept, least = {}, checkpoint.config.architecture.least_experts
-    for layer, moe in moe_configs(checkpoint.config).items():
+    for place, (layer, moe) in enumerate(moe_configs(checkpoint.config).items()):
         groups = max(moe.groups, default=0) + 1
         each, size = max(-(-5 // groups), -(-least // groups)), moe.experts // groups
+        if is_ragged and place % 2 == 0:
+            each = each - 1 if each > -(-least // groups) else min(each + 1, size)
         generator = torch.Generator().manual_seed(layer)
         chosen = [torch.randperm(size, generator=generator)[:each] + group * size for group in range(groups)]
         kept[layer] = sorted(int(expert) for own in chosen for expert in own)
@@ -203,7 +220,7 @@ class _MaskedLogits(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         products = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
         if not self.is_done and func in products and made.shape[-1] == self.size:
-            self.is_done, made = True, made.index_fill(-1, torch.tensor(self.removed), -torch.inf)
+            self.is_done, made = True, made.index_fill(-1, torch.tensor(self.removed, dtype=torch.long), -torch.inf)
         return made
 
 
@@ -226,7 +243,7 @@ def masked(model: Any, checkpoint: AdaptedCheckpoint, kept: Mapping[int, list[in
             if "bias" in own and not name.startswith(f"{layer.experts}.") and name != f"{layer.router}.bias":
                 tensor = model.get_parameter_or_buffer(name)
                 biases.append((tensor, tensor.data.clone()))
-                tensor.data.index_fill_(axis.axis, torch.tensor(removed), -torch.inf)
+                tensor.data.index_fill_(axis.axis, torch.tensor(removed, dtype=torch.long), -torch.inf)
     try:
         with replaced_forwards(functions):
             yield
@@ -264,9 +281,16 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-COLUMNS = ("layer by layer", "pruned, in transformers", "pruned, layer by layer", "gate gradients", "units removed")
-"""A pass layer by layer, a model without some experts as transformers runs it and layer by layer, gate gradients, and a
-model whose experts have half of their hidden units."""
+COLUMNS = (
+    "layer by layer",
+    "pruned, in transformers",
+    "pruned, layer by layer",
+    "pruned, non-uniform",
+    "gate gradients",
+    "units removed",
+)
+"""A pass layer by layer, a model without some experts as transformers runs it and layer by layer, one whose layers keep
+different numbers of experts, in both ways, gate gradients, and a model whose experts have half of their hidden units."""
 Cell = float | str
 """The largest difference from the reference, or why there is none."""
 
@@ -296,13 +320,34 @@ def measured(family: Family, path: Path) -> dict[str, Cell] | str:
     found[COLUMNS[1]] = difference(logits_of(loaded(family, path / "pruned")), reference)
     found |= {COLUMNS[2]: difference(through_layers(pruned), reference)}
     return found | {
-        COLUMNS[3]: _of_gradients(model, checkpoint),
-        COLUMNS[4]: _without_units(family, model, checkpoint, path),
+        COLUMNS[3]: ragged_difference(model, checkpoint, path / "ragged"),
+        COLUMNS[4]: _of_gradients(model, checkpoint),
+        COLUMNS[5]: _without_units(family, model, checkpoint, path),
     }
 
 
 def _reason(error: Exception, directory: Path) -> str:
     return str(error).removeprefix(f"{directory}: ")
+
+
+def ragged_difference(model: Any, checkpoint: AdaptedCheckpoint, path: Path) -> Cell:
+    """Return the largest difference of a logit of a model whose layers keep different numbers of experts.
+
+    The result is loaded by transformers with the modeling file of its directory, and through our adapter without it.
+    """
+    kept, whole = some_removed(checkpoint, is_ragged=True), logits_of(model)
+    assert len({len(own) for own in kept.values()}) > 1, "the layers keep the same number of experts"
+    path.mkdir()
+    try:
+        apply(pruning_plan(kept), checkpoint, path)
+    except UnsupportedError as error:
+        return _reason(error, checkpoint.directory)
+    with masked(model, checkpoint, kept):
+        reference = logits_of(model)
+    assert difference(reference, whole) > 1e-3, "the model's logits do not depend on the removed experts"
+    result = AdaptedCheckpoint(path)
+    assert result.config.experts_by_layer == {layer: len(own) for layer, own in kept.items()}
+    return max(difference(logits_of(remotely(path)), reference), difference(through_layers(result), reference))
 
 
 def _of_gradients(model: Any, checkpoint: AdaptedCheckpoint) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 import cli
 import compress.methods.naee
 import compress.prune
-from compress.methods.naee import SubsetLosses, SubsetSearch, best_subset, naee, search_used
+from compress.methods.naee import MaskedChoice, SubsetLosses, SubsetSearch, best_subset, naee, search_used
 from compress.options.prune import SUBSET_LIMIT
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert, MoeBlock, grouped
@@ -61,7 +61,7 @@ def test_losses_are_those_of_the_layer_s_outputs(
     block, x, logits = random_block(routing)
     for size in (1, 2, 4, 6):  # of one, fewer than k
         subsets = list(combinations(range(6), size))
-        got = SubsetLosses(block, x, logits)(subsets)
+        got = SubsetLosses(block, x, MaskedChoice(block, logits))(subsets)
         assert got == pytest.approx([true_loss(block, x, logits, subset) for subset in subsets], rel=1e-3, abs=1e-4)
     assert got == [0.0], "all experts are the full layer"
 
@@ -71,12 +71,13 @@ def test_exhaustive_finds_the_least_and_greedy_goes_step_by_step(routing: Routin
     block, x, logits = random_block(routing)
     for keep in range(1, 6):
         best = min(combinations(range(6), keep), key=lambda subset: true_loss(block, x, logits, subset))
-        assert best_subset(block, x, logits, keep=keep) == list(best)
+        assert best_subset(block, x, MaskedChoice(block, logits), keep=keep) == list(best)
     kept = tuple(range(6))
     while len(kept) > 1:
         kept = min(combinations(kept, len(kept) - 1), key=lambda subset: true_loss(block, x, logits, subset))
-        assert best_subset(block, x, logits, keep=len(kept), limit=0) == list(kept)
-    assert best_subset(block, x, logits, keep=9) == [0, 1, 2, 3, 4, 5], "a layer may have fewer than are to stay"
+        assert best_subset(block, x, MaskedChoice(block, logits), keep=len(kept), limit=0) == list(kept)
+    every = best_subset(block, x, MaskedChoice(block, logits), keep=9)
+    assert every == [0, 1, 2, 3, 4, 5], "a layer may have fewer than are to stay"
 
 
 @pytest.mark.parametrize("limit", [0, SUBSET_LIMIT])
@@ -85,8 +86,8 @@ def test_a_subset_that_changes_nothing_is_chosen(routing: Routing, limit: int) -
     """Experts 1 and 4 are never among the best, as if they had no router rows."""
     block, x, logits = random_block(routing)
     logits[:, [1, 4]] = -torch.inf
-    assert best_subset(block, x, logits, keep=4, limit=limit) == [0, 2, 3, 5]
-    assert SubsetLosses(block, x, logits)([(0, 2, 3, 5)]) == [0.0]
+    assert best_subset(block, x, MaskedChoice(block, logits), keep=4, limit=limit) == [0, 2, 3, 5]
+    assert SubsetLosses(block, x, MaskedChoice(block, logits))([(0, 2, 3, 5)]) == [0.0]
 
 
 def test_one_of_two_equal_experts_goes() -> None:
@@ -97,15 +98,16 @@ def test_one_of_two_equal_experts_goes() -> None:
     logits[:, 3] = logits[:, 2] + torch.linspace(-1e-4, 1e-4, 50)
     assert set(range(6)) == set(logits.argmax(1).tolist()), "each is used"
     for limit in (0, SUBSET_LIMIT):
-        left = best_subset(block, x, logits, keep=5, limit=limit)
+        left = best_subset(block, x, MaskedChoice(block, logits), keep=5, limit=limit)
         assert left == [0, 1, 2, 4, 5], "of equals the lower index stays"
-    assert SubsetLosses(block, x, logits)([(0, 1, 2, 4, 5), (0, 1, 3, 4, 5)]) == [0.0, pytest.approx(0.0, abs=1e-3)]
+    losses = SubsetLosses(block, x, MaskedChoice(block, logits))
+    assert losses([(0, 1, 2, 4, 5), (0, 1, 3, 4, 5)]) == [0.0, pytest.approx(0.0, abs=1e-3)]
 
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
     block, x, logits = random_block(TopK(2, True))
     with pytest.raises(DataError, match="not finite"):
-        best_subset(block, x * 1e30, logits, keep=3)
+        best_subset(block, x * 1e30, MaskedChoice(block, logits), keep=3)
 
 
 def test_what_is_said_of_the_search() -> None:
@@ -129,9 +131,9 @@ def test_only_sampled_tokens_count_and_batches_do_not_matter(
 ) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def watched(block: MoeBlock, x: Tensor, logits: Tensor, **options: Any) -> list[int]:
-        seen.append((x, logits))
-        return best_subset(block, x, logits, **options)
+    def watched(block: MoeBlock, x: Tensor, choice: MaskedChoice, **options: Any) -> list[int]:
+        seen.append((x, choice().experts))
+        return best_subset(block, x, choice, **options)
 
     monkeypatch.setattr(compress.methods.naee, "best_subset", watched)
     kept = {0: 3, 2: 2}
@@ -143,8 +145,8 @@ def test_only_sampled_tokens_count_and_batches_do_not_matter(
         checkpoint, TOKENS, kept, dtype=torch.float32, search=SubsetSearch(seed=1), budget=MemoryBudget(tokens_per_batch=26)
     )
     rows = torch.randperm(65, generator=torch.Generator().manual_seed(1))[:20].sort().values
-    for (every, _), (x, logits) in zip(seen[:2], seen[2:], strict=True):
-        assert torch.allclose(x, every[rows], atol=1e-5) and logits.shape == (20, 6)
+    for (every, chosen), (x, experts) in zip(seen[:2], seen[2:], strict=True):
+        assert torch.allclose(x, every[rows], atol=1e-5) and torch.equal(experts, chosen[rows])
 
 
 def test_layers_that_are_remembered_are_not_searched_again(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,17 @@ def test_ties_go_to_the_earlier_layer_and_the_lower_index(dtype: torch.dtype) ->
     assert Budget(0.5, scope="layer").select(same) == {2: [0, 1], 5: [0, 1]}
 
 
+def test_groups_of_one_size_stay_and_go_together() -> None:
+    """Layer 0 has (0.9, 0.5) and (0.8, 0.1) as best and second of its groups, layer 1 (0.7, 0.6) and (0.65, 0.4)."""
+    scores = {0: torch.tensor([0.5, 0.9, 0.1, 0.8]), 1: torch.tensor([0.7, 0.6, 0.4, 0.65])}
+    groups = dict.fromkeys(scores, (0, 0, 1, 1))
+    assert Budget(0.25, min_experts=2).select(scores, groups, even=True) == {0: [1, 3], 1: [0, 1, 2, 3]}
+    assert Budget(0.4, min_experts=2).select(scores, groups, even=True) == {0: [1, 3], 1: [0, 3]}, "5 are no whole pairs"
+    assert Budget(0.25, scope="layer").select(scores, groups, even=True) == {0: [1, 3], 1: [0, 3]}
+    assert Budget(0.5, scope="uniform").select(scores, groups, even=True) == {0: [1, 3], 1: [0, 3]}
+    assert Budget(0.25).select(scores, even=True) == Budget(0.25).select(scores)
+
+
 def test_negative_scores_rank_below_zero() -> None:
     """DiEP's s = α·β has both signs."""
     assert Budget(0.5).select({0: torch.tensor([-1.0, 2.0]), 1: torch.tensor([-0.5, 0.5])}) == {0: [1], 1: [1]}

@@ -364,18 +364,9 @@ class _Copying(nn.Module):
 def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_tiny(by_name("exaone_moe"), tmp_path / "full")
     checkpoint = AdaptedCheckpoint(tmp_path / "full")
-    first, *others = checkpoint.config.moe_layers
-    ragged = {first: [0, 1, 2]} | {layer: [0, 1, 2, 3] for layer in others}
-    for kept, error, message in (
-        (ragged, UnsupportedError, "keeps 3 to 4 in a layer; add --uniform"),
-        (
-            {layer: [3] for layer in checkpoint.config.moe_layers},
-            PlanError,
-            "keeps 1 experts, and the router of a model of the family exaone_moe needs 2",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            apply(pruning_plan(kept), checkpoint, tmp_path / "result")
+    message = "keeps 1 experts, and the router of a model of the family exaone_moe needs 2"
+    with pytest.raises(PlanError, match=message):
+        apply(pruning_plan({layer: [3] for layer in checkpoint.config.moe_layers}), checkpoint, tmp_path / "result")
     others_whole = kept_expert(1), kept_expert(2)
     for changed, message in (
         (narrowed_expert(0, range(4)), "keeps 4 to 16 hidden units; add --uniform"),
@@ -399,7 +390,8 @@ def test_families_with_a_row_keep_their_own_path(family: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_family(family: Any, tmp_path: Path) -> None:
+def test_every_family(family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     found = measured(family, tmp_path)
     if family.name in REFUSED:
         assert isinstance(found, str)
