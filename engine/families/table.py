@@ -17,6 +17,7 @@ from engine.families.attention import (
     GatedDelta,
     GroupedQuery,
     GroupedQueryWithSinks,
+    HeadsByLayer,
     Latent,
     Lightning,
     OptionallyNormed,
@@ -34,10 +35,12 @@ from engine.families.experts import (
     ClampedExperts,
     ExpertNames,
     Experts,
+    GeluExperts,
     PartitionedExperts,
     SharedExpert,
     SharedExperts,
     Stack,
+    plain_stacks,
     renamed,
     transposed_stacks,
 )
@@ -51,14 +54,29 @@ from engine.families.layer_pattern import (
     ListedLayers,
     SparseStep,
 )
-from engine.families.residual import LayerNorms, NormResidual, RootMeanSquareNorms, ScaledResidual, ZeroCenteredNorms
-from engine.families.rotation import CountedRotation, LongRotation, PartialRotation, Rotation, SomeLayersRotate
+from engine.families.residual import (
+    LayerNorms,
+    NormResidual,
+    RootMeanSquareNorms,
+    SandwichResidual,
+    ScaledResidual,
+    ZeroCenteredNorms,
+)
+from engine.families.rotation import (
+    CountedRotation,
+    LongRotation,
+    PartialRotation,
+    Rotation,
+    RotationByKind,
+    SomeLayersRotate,
+)
 from engine.families.router import (
     BiasedLogits,
     GateNetwork,
     Groups,
     InputScaling,
     LeastSum,
+    NormedInput,
     SigmoidTopK,
     SparseMixer,
     TopK,
@@ -172,6 +190,16 @@ _LFM2_NAMES = renamed(norms=("operator_norm", "ffn_norm", "embedding_norm"), hea
 # Llama 4 and GPT-OSS
 _LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
 _GPT_OSS_NAMES = ExpertNames(stacks=transposed_stacks(interleaved=True, biases=True), modules=("mlp", "router"))
+
+# Gemma 4, whose experts, router and FFN beside them are modules of the layer
+_GEMMA4_NAMES = {
+    "post_attention_layernorm": "pre_feedforward_layernorm_2",
+    "attention_output_norm": "post_attention_layernorm",
+    "feed_forward_output_norm": "post_feedforward_layernorm",
+    "shared_input_norm": "pre_feedforward_layernorm",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+    "routed_output_norm": "post_feedforward_layernorm_2",
+}
 
 _ROWS = (
     Architecture(
@@ -372,6 +400,27 @@ _ROWS = (
         disk_names={f"mlp.{name}": f"feed_forward.{name}" for name in PROJECTIONS},
         not_dense="the inputs of its experts are scaled by the router, token by token, which no FFN does",
         not_onnx="its chunked attention and experts whose inputs the router scales have no form in our graphs",
+    ),
+    Architecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        attention=HeadsByLayer("head", qkv_bias="attention_bias", output_bias="attention_bias", window=SlidingLayers()),
+        rotation=RotationByKind(),
+        router=NormedInput(),
+        experts=GeluExperts(
+            ("num_experts",),
+            width="moe_intermediate_size",
+            names=ExpertNames("", stacks=plain_stacks(), modules=("", "router")),
+        ),
+        shared=SharedExpert("mlp", width="intermediate_size"),
+        residual=SandwichResidual(),
+        head=Head(cap="final_logit_softcapping"),
+        settings=only(hidden_activation="gelu_pytorch_tanh", enable_moe_block=True)
+        | only(use_bidirectional_attention=(None, "vision"))  # among the tokens of an image
+        | unused("use_double_wide_mlp", "vocab_size_per_layer_input"),
+        disk_names=_GEMMA4_NAMES,
+        not_dense="its experts and the FFN beside them have norms of their own, which one FFN has not",
+        not_onnx="its heads differ between layers and its experts have norms of their own, which our graphs cannot have",
     ),
     Architecture(
         "gpt_oss",
