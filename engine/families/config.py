@@ -91,11 +91,6 @@ class DecoderConfig:
         return self.cached if heads is None else (heads.groups, heads.size, heads.size)
 
     @property
-    def has_equal_layers(self) -> bool:
-        """Whether all layers have attention of the same sizes."""
-        return all(layer.heads is None for layer in self.layers)
-
-    @property
     def rotary_kinds(self) -> dict[str, int]:
         """Rotated dimensions of each kind of layer; empty where all layers share their rotary parameters."""
         return {layer.kind: self.heads_of(index).size for index, layer in enumerate(self.layers) if layer.kind is not None}

@@ -75,12 +75,12 @@ experts_at = record_at(EXPERTS)
 @inline
 def unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
     """Return silu(gate) · up, the ClampedSwiglu if the limit is above 0, or the GatedGelu if it is below 0."""
-    if limit < np.float32(0.0):
-        inner = gate + np.float32(0.044715) * gate * gate * gate
-        return gate / (np.float32(1.0) + exp(-alpha * inner)) * up
     if limit > np.float32(0.0):
         gate, up = min(gate, limit), max(-limit, min(up, limit)) + np.float32(1.0)
-    return gate / (np.float32(1.0) + exp(-alpha * gate)) * up
+    inner = gate
+    if limit < np.float32(0.0):
+        inner = gate + np.float32(0.044715) * gate * gate * gate
+    return gate / (np.float32(1.0) + exp(-alpha * inner)) * up
 
 
 @helper

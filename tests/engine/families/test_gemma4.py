@@ -61,7 +61,7 @@ def test_heads_and_caches_differ_between_layers(made: Made) -> None:
     config = made.checkpoint.config
     full_layer, sliding = LayerHeads(1, 16, shares_projection=True), LayerHeads(2, 8)
     assert [config.heads_of(layer) for layer in range(3)] == [full_layer, sliding, full_layer]
-    assert config.rotary_kinds == {"full_attention": 16, "sliding_attention": 8} and not config.has_equal_layers
+    assert config.rotary_kinds == {"full_attention": 16, "sliding_attention": 8}
     assert position_bytes(config, torch.bfloat16) == 2 * 2 * (16 + 16 + 16)
     assert position_bytes(config, torch.int8) == 2 * (16 + 4) + 2 * (16 + 2 * 4) + 2 * (16 + 4)
     assert KeyValueCache(config, 3, 5, torch.float32).bytes == 3 * 5 * position_bytes(config, torch.float32)
