@@ -65,6 +65,10 @@ class ExpertNames:
         return range(DOWN_BIAS + 1 if has_biases else DOWN + 1)
 
 
+NAMES_OF_LAYER = ExpertNames("", stacks=plain_stacks(), modules=("", "router"))
+"""Names where stacked experts and the router are modules of the layer itself."""
+
+
 def renamed(norms: tuple[str, str, str], head_norm: str, ffn: ExpertNames) -> dict[str, str]:
     """Return the names on disk of modules that a Llama names otherwise.
 

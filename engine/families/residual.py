@@ -9,6 +9,17 @@ from engine.errors import CheckpointError
 from engine.families.layer_config import Multipliers, Residual
 from engine.families.values import number, positive
 
+SANDWICH_NAMES = {
+    "post_attention_layernorm": "pre_feedforward_layernorm_2",
+    "attention_output_norm": "post_attention_layernorm",
+    "feed_forward_output_norm": "post_feedforward_layernorm",
+    "shared_input_norm": "pre_feedforward_layernorm",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+    "routed_output_norm": "post_feedforward_layernorm_2",
+}
+"""Names on disk of norms around every part of a layer, by the engine's names. The engine's norm before a feed-forward block
+is the one before the routed experts."""
+
 
 @dataclass(frozen=True)
 class RootMeanSquareNorms:

@@ -30,6 +30,7 @@ from engine.families.attention import (
 from engine.families.experts import (
     DOWN,
     GATE,
+    NAMES_OF_LAYER,
     PROJECTIONS,
     UP,
     ClampedExperts,
@@ -40,7 +41,6 @@ from engine.families.experts import (
     SharedExpert,
     SharedExperts,
     Stack,
-    plain_stacks,
     renamed,
     transposed_stacks,
 )
@@ -55,6 +55,7 @@ from engine.families.layer_pattern import (
     SparseStep,
 )
 from engine.families.residual import (
+    SANDWICH_NAMES,
     LayerNorms,
     NormResidual,
     RootMeanSquareNorms,
@@ -190,16 +191,6 @@ _LFM2_NAMES = renamed(norms=("operator_norm", "ffn_norm", "embedding_norm"), hea
 # Llama 4 and GPT-OSS
 _LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
 _GPT_OSS_NAMES = ExpertNames(stacks=transposed_stacks(interleaved=True, biases=True), modules=("mlp", "router"))
-
-# Gemma 4, whose experts, router and FFN beside them are modules of the layer
-_GEMMA4_NAMES = {
-    "post_attention_layernorm": "pre_feedforward_layernorm_2",
-    "attention_output_norm": "post_attention_layernorm",
-    "feed_forward_output_norm": "post_feedforward_layernorm",
-    "shared_input_norm": "pre_feedforward_layernorm",
-    "shared_output_norm": "post_feedforward_layernorm_1",
-    "routed_output_norm": "post_feedforward_layernorm_2",
-}
 
 _ROWS = (
     Architecture(
@@ -407,18 +398,14 @@ _ROWS = (
         attention=HeadsByLayer("head", qkv_bias="attention_bias", output_bias="attention_bias", window=SlidingLayers()),
         rotation=RotationByKind(),
         router=NormedInput(),
-        experts=GeluExperts(
-            ("num_experts",),
-            width="moe_intermediate_size",
-            names=ExpertNames("", stacks=plain_stacks(), modules=("", "router")),
-        ),
+        experts=GeluExperts(("num_experts",), width="moe_intermediate_size", names=NAMES_OF_LAYER),
         shared=SharedExpert("mlp", width="intermediate_size"),
         residual=SandwichResidual(),
         head=Head(cap="final_logit_softcapping"),
-        settings=only(hidden_activation="gelu_pytorch_tanh", enable_moe_block=True)
-        | only(use_bidirectional_attention=(None, "vision"))  # among the tokens of an image
-        | unused("use_double_wide_mlp", "vocab_size_per_layer_input"),
-        disk_names=_GEMMA4_NAMES,
+        settings=only(
+            hidden_activation="gelu_pytorch_tanh", enable_moe_block=True, use_bidirectional_attention=(None, "vision")
+        ),
+        disk_names=SANDWICH_NAMES,
         not_dense="its experts and the FFN beside them have norms of their own, which one FFN has not",
         not_onnx="its heads differ between layers and its experts have norms of their own, which our graphs cannot have",
     ),
