@@ -208,6 +208,8 @@ class HeadsByLayer(GroupedQuery):
         yield from super().lacking(family)
         if not set(own := family.layer_types or ()) <= {SLIDING, FULL}:
             yield f"layer_types={sorted(set(own))}"
+        if family.use_bidirectional_attention not in (None, "vision"):  # the latter is among the tokens of an image
+            yield f"use_bidirectional_attention={family.use_bidirectional_attention!r}"
         settings = set(family.per_layer_attributes or ()) - {"head_dim", "num_key_value_heads"}
         settings |= {"skip" for each in getattr(family, self.own) if getattr(each, "skip", None)}
         yield from (f"{key} in {self.own}" for key in sorted(settings))

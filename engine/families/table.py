@@ -402,9 +402,7 @@ _ROWS = (
         shared=SharedExpert("mlp", width="intermediate_size"),
         residual=SandwichResidual(),
         head=Head(cap="final_logit_softcapping"),
-        settings=only(
-            hidden_activation="gelu_pytorch_tanh", enable_moe_block=True, use_bidirectional_attention=(None, "vision")
-        ),
+        settings=only(hidden_activation="gelu_pytorch_tanh", enable_moe_block=True),
         disk_names=SANDWICH_NAMES,
         not_dense="its experts and the FFN beside them have norms of their own, which one FFN has not",
         not_onnx="its heads differ between layers and its experts have norms of their own, which our graphs cannot have",
