@@ -86,15 +86,28 @@ class FfnInputs:
             self.networks = [*block.experts, *common]
             block.observer = self._select
         hidden = block.hidden_size if isinstance(block, MoeBlock) else block.gate_FD.shape[1]
-        self._kept = Activations((text.sequences, text.length, hidden), dtype, together=together, budget=budget)
+        shape = text.sequences, text.length, hidden
+        self._kept = Activations(shape, dtype, together=together, budget=budget)
+        self._kept_shared: Activations | None = None
+        """Inputs of the shared expert, where it has a norm of its own; None where they are those of the routed experts."""
+        if isinstance(block, MoeBlock) and block.own_norms is not None and self._experts < len(self.networks):
+            self._kept_shared = Activations(shape, dtype, together=together, budget=budget)
         self._chosen: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._scales: list[Tensor] = []
         self._rows: list[slice] = []
         self._hook = None if isinstance(block, MoeBlock) else block.register_forward_pre_hook(self._see)
+        if self._kept_shared is not None:
+            self._hook = self.networks[-1].register_forward_pre_hook(self._see_shared)
 
     def _see(self, block: Any, arguments: tuple[Any, ...]) -> None:
         self._keep(arguments[0])
+
+    def _see_shared(self, shared: Any, arguments: tuple[Any, ...]) -> None:
+        """Keep the input of the shared expert. The block has chosen experts before, so that the batch is known."""
+        assert self._kept_shared is not None
+        x_TD: Tensor = arguments[0]
+        self._kept_shared[self._rows[-1]] = x_TD.view(-1, self.text.length, x_TD.shape[-1]).cpu()
 
     def _keep(self, x_TD: Tensor) -> None:
         start = self._rows[-1].stop if self._rows else 0
@@ -120,6 +133,8 @@ class FfnInputs:
     def close(self) -> None:
         """Free the memory, or close the file."""
         self._kept.close()
+        if self._kept_shared is not None:
+            self._kept_shared.close()
 
     def count(self, number: int) -> int:
         """Return the number of tokens that use an FFN, in this process."""
@@ -143,6 +158,8 @@ class FfnInputs:
     def _used(self, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
         if number == self._experts:
             every_T = torch.arange(len(batch.x_TD))
+            if self._kept_shared is not None:
+                return self._kept_shared[batch.rows].flatten(0, 1).to(batch.x_TD), torch.ones(len(every_T)), every_T
             weight_T1 = self._block.shared_weights(batch.x_TD) if isinstance(self._block, MoeBlock) else None
             return batch.x_TD, torch.ones(len(every_T)) if weight_T1 is None else weight_T1.squeeze(1).float().cpu(), every_T
         token_R, slot_R = (self._chosen[batch.number] == number).nonzero(as_tuple=True)

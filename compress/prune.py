@@ -27,7 +27,7 @@ from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, 
 from compress.plans.unit_selection import check_units, default_multiple, uniform_width, units_plan
 from compress.prune_file import check_file_result, fitting_widths
 from compress.refit.closed_form import refitted
-from compress.refit.correction import check_width
+from compress.refit.correction import check_correctable, check_width
 from compress.refit.correction import held_bytes as correction_bytes
 from compress.report.card import training_lines
 from compress.report.figures import PruneFigures
@@ -235,6 +235,8 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     merges = METHODS[options.method].kind == "merge" or REMOVED_EXPERTS[options.merge] is not None
     if merges or options.distill.steps or options.quantiser is not None or options.refit.correct:
         check_plain(checkpoint)
+    if options.refit.correct:
+        check_correctable(checkpoint.config)
     if options.quantiser is not None:
         check_rounded(options.quantiser, checkpoint)
     budget = checked_budget(options, checkpoint)

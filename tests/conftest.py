@@ -177,6 +177,20 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "gemma4_text": {
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": 2.0,
+    },
     "deepseek_v32": LATENT | FINE_GRAINED | GROUPS | INDEXER,
     "glm_moe_dsa": LATENT | FINE_GRAINED | INDEXER | {"indexer_types": ["full", "shared", "full"]},
     "glm4_moe_lite": LATENT | {key: value for key, value in FINE_GRAINED.items() if key != "first_k_dense_replace"},
@@ -189,7 +203,7 @@ NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
 """Our own naive models, in the place of transformers' for families that it lacks."""
 NAMES = {"kimi_k2": "deepseek_v3"}
 """Families that transformers has under another name."""
-NOT_DENSE = ("phimoe", "llama4_text")
+NOT_DENSE = ("phimoe", "llama4_text", "gemma4_text")
 """Families that densify refuses."""
 DENSIFIED = tuple(family for family in EVERY_MOE_FAMILY if family not in NOT_DENSE)
 
@@ -223,6 +237,8 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 

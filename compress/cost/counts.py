@@ -146,15 +146,16 @@ class Passes:
     def _head_sizes(self, index: int) -> tuple[int, int]:
         if (linear := self.config.layers[index].linear) is not None:
             return linear.key_dimension, linear.value_dimension
-        latent = self.config.latent
-        return self.config.head_dimension, self.config.head_dimension if latent is None else latent.value_dimension
+        latent, size = self.config.latent, self.config.heads_of(index).size
+        return size, size if latent is None else latent.value_dimension
 
     def layer_moved(self, index: int, length: int, slots: int | None = None) -> float:
         """Return the bytes per token that a layer's forward pass moves between its products."""
         config, hidden = self.config, self.config.hidden_size
         width, met = _slots(config, index, slots)
         linear = config.layers[index].linear
-        heads = (config.attention_heads + 2 * config.key_value_heads) * config.head_dimension
+        own = config.heads_of(index)
+        heads = (config.attention_heads + 2 * own.groups) * own.size
         heads = heads if linear is None else linear.projected
         scores = self._heads(index) * self.keys(index, length)
         elements = RESIDUAL_VECTORS * hidden + SLOT_VECTORS * met * hidden + WIDTH_VECTORS * met * width
@@ -335,7 +336,7 @@ class Passes:
         kept = 0.0
         for index in range(len(self.config.layers)):
             width, met = _slots(self.config, index, None if slots is None else slots.get(index))
-            heads = 4 * self.config.attention_heads * self.config.head_dimension
+            heads = 4 * self.config.attention_heads * self.config.heads_of(index).size
             kept = max(kept, 10 * hidden + heads + met * (6 * hidden + 6 * width))
         logits = (
             chunk_tokens(self.config.vocabulary_size) * self.config.vocabulary_size * (4 * 3 + 2 * self.bytes_per_element)

@@ -24,7 +24,7 @@ from compress.plans.plan import Plan
 from compress.training.divergences import Predictions, forward_kl, weighted_divergence
 from compress.training.training import Batch, Trainer
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.model import Decoder
+from engine.decoder.model import Decoder, head_of
 from engine.decoder.parameters import parameters_on_disk
 from engine.families.tensor_shapes import router_tensors
 from engine.passes.activations import Activations
@@ -84,7 +84,7 @@ class PredictionLoss:
         device = self.decoder.embedding_VD.device
         target = self.full.select(batch.group_G.tolist()).to(device)
         hidden = self.decoder.hidden_states(self.tokens_SL[batch.group_G].to(device))
-        head = self.decoder.head_VD, self.decoder.head_bias_V
+        head = head_of(self.decoder)
         full, own = (Predictions(states.flatten(0, 1), *head) for states in (target, hidden))
         divergence = weighted_divergence(forward_kl, full, own)
         return {"divergence": divergence / (len(batch.rows_B) * self.tokens_SL.shape[1])}

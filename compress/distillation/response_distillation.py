@@ -26,8 +26,8 @@ from compress.training.divergences import DIVERGENCES, Predictions, weighted_div
 from compress.training.layer_distillation import Taught, feed_forwards, outputs_of
 from compress.training.losses import head_loss, layer_distance
 from compress.training.training import Batch
-from engine.decoder.model import Decoder, gate_of, routed_by
-from engine.decoder.routing import AllExperts, Routing, SampledExperts
+from engine.decoder.model import Decoder, gate_of, head_of, routed_by
+from engine.decoder.routing import AllExperts, Routing, SampledExperts, factor_of
 from engine.generation.options import SamplingOptions
 from engine.passes import processes
 
@@ -102,13 +102,14 @@ class ResponseTeacher:
         `real_T`.
         """
         moes = [layer.moe for layer in self.decoder.config.layers if layer.moe is not None]
+        factors = [factor_of(block.own_routing) for block in self.decoder.moe_blocks]
         if self.recipe.uses_all_experts:
-            return [AllExperts(moe.weight_scale, gate_of(moe)) for moe in moes]
+            return [AllExperts(factor, gate_of(moe)) for factor, moe in zip(factors, moes, strict=True)]
         if self.recipe.samples_experts:
             own = self.augmentation
             return [
-                SampledExperts(own.probability, generator, own.per_token, moe.weight_scale, real_T, gate_of(moe))
-                for moe in moes
+                SampledExperts(own.probability, generator, own.per_token, factor, real_T, gate_of(moe))
+                for factor, moe in zip(factors, moes, strict=True)
             ]
         return [block.routing for block in self.decoder.moe_blocks]
 
@@ -162,7 +163,7 @@ def predictions(decoder: Decoder, side: ResponseBatch) -> Predictions:
     """Return a model's predictions of the response tokens of a batch."""
     device = decoder.embedding_VD.device
     hidden_BLD = decoder.hidden_states(side.tokens_BL.to(device))
-    return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD, decoder.head_bias_V)
+    return Predictions(hidden_BLD[side.asked_BL.to(device)], *head_of(decoder))
 
 
 def _cross_entropy(own: Predictions, side: ResponseBatch, weights_T: Tensor) -> Tensor:
@@ -171,4 +172,4 @@ def _cross_entropy(own: Predictions, side: ResponseBatch, weights_T: Tensor) -> 
     def measure(logits_TV: Tensor, part: slice) -> Tensor:
         return (weights_T[part] * F.cross_entropy(logits_TV, targets_T[part], reduction="none")).sum()
 
-    return head_loss(own.hidden_TD, own.head_VD, measure, own.head_bias_V)
+    return head_loss(own.hidden_TD, own.head_VD, measure, own.head_bias_V, own.logit_cap)

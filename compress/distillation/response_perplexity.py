@@ -30,6 +30,6 @@ def response_perplexity(decoder: Decoder, examples: Sequence[Example], group_siz
         def measure(logits_TV: Tensor, part: slice, targets_T: Tensor = targets_T) -> Tensor:
             return F.cross_entropy(logits_TV, targets_T[part], reduction="sum")
 
-        total += float(head_loss(hidden_TD, decoder.head_VD, measure, decoder.head_bias_V))
+        total += float(head_loss(hidden_TD, decoder.head_VD, measure, decoder.head_bias_V, decoder.logit_cap))
         count += len(targets_T)
     return math.exp(min(total / count, 700.0)) if math.isfinite(total) else math.nan

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ from calibrate.instructions import Example
 from compress.distillation.responses import ResponseBatch, batch_of
 from compress.report import canvas, plots
 from compress.report.pictures import Picture, save
-from engine.decoder.experts import router_logits
+from engine.decoder.experts import MoeBlock, router_logits
 from engine.decoder.model import Decoder, routed_by
-from engine.decoder.routing import NO_EXPERT, Routing, probabilities
+from engine.decoder.routing import NO_EXPERT, Routing, Selection, probabilities
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,24 @@ def _watch_routers(
     def observe(index: int, x_TD: Tensor, logits_TN: Tensor) -> None:
         watch(index, x_TD[real_T], logits_TN[real_T])
 
+    def observer(index: int, block: MoeBlock) -> Callable[..., None]:
+        given: list[tuple[Any, ...]] = []
+        hooks.append(block.register_forward_pre_hook(lambda _, arguments: given.append(arguments)))
+
+        def see(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+            _, *others = given.pop()
+            observe(index, block.router_input(x_TD, *others[1:2]), logits_TN)
+
+        return see
+
+    hooks: list[Any] = []
     for index, block in zip(decoder.config.moe_layers, decoder.moe_blocks, strict=True):
-        block.observer = lambda x, logits, selection, index=index: observe(index, x, logits)
+        block.observer = observer(index, block)
     with routed_by(decoder, gates):
         decoder.hidden_states(side.tokens_BL.to(device))
-    for block in decoder.moe_blocks:
+    for block, hook in zip(decoder.moe_blocks, hooks, strict=True):
         block.observer = None
+        hook.remove()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from compress.training.divergences import forward_kl, weighted_divergence
 from compress.training.training import Batch, Trainer
 from engine.decoder.model import Decoder, gate_of
 from engine.decoder.parameters import parameters_on_disk
-from engine.decoder.routing import NO_EXPERT, AllExperts, Noisy, Routing, Selection, probabilities
+from engine.decoder.routing import NO_EXPERT, AllExperts, Noisy, Routing, Selection, factor_of, probabilities
 from engine.families.tensor_shapes import noise_tensors, router_tensors
 
 
@@ -89,7 +89,7 @@ class RouterLoss:
         """Set gates that use all experts in every layer, with noise where the model has it."""
         layers = [layer.moe for layer in self.teacher.config.layers if layer.moe is not None]
         for place, (block, moe) in enumerate(zip(self.teacher.moe_blocks, layers, strict=True)):
-            block.routing = Watched(AllExperts(moe.weight_scale, gate_of(moe)), self._seen, place)
+            block.routing = Watched(AllExperts(factor_of(block.own_routing), gate_of(moe)), self._seen, place)
             if block.noise_ND is not None and moe.noise_epsilon is not None:
                 seed = int(torch.randint(2**62, (), generator=generator))
                 block.routing = Noisy(block.routing, block.noise_ND, moe.noise_epsilon, seed)

@@ -31,7 +31,7 @@ from compress.run.clock import Clock
 from compress.training.divergences import LargestPredictions, Predictions, largest_predictions
 from compress.training.layer_distillation import Taught
 from compress.training.training import Batch
-from engine.decoder.model import Decoder
+from engine.decoder.model import Decoder, HeadParts, head_of
 from engine.errors import DataError, OutputError
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.safetensors_writer import write_tensors
@@ -42,14 +42,10 @@ SHARD_BYTES = 256_000_000
 WHAT = "the teacher's predictions"
 
 
-Head = tuple[Tensor, Tensor | None]
-"""head_VD, and its bias [V] if it has one."""
-
-
 class CachedTeacher:
     """A teacher whose predictions are read from disk."""
 
-    def __init__(self, files: TokenFiles, head: Head | None, device: torch.device, clock: Clock) -> None:
+    def __init__(self, files: TokenFiles, head: HeadParts | None, device: torch.device, clock: Clock) -> None:
         """Create the teacher. head: given where the files hold hidden states."""
         self.files, self.head, self.device, self.clock = files, head, device, clock
 
@@ -86,7 +82,7 @@ def cached_teacher(
 
     with clock.of("teacher"), torch.no_grad():
         files.fill(kept_of, progress)
-    head = (head_VD, decoder.head_bias_V) if count is None else None
+    head = head_of(decoder) if count is None else None
     return CachedTeacher(files, head, head_VD.device, clock)
 
 

@@ -25,6 +25,7 @@ from compress.cost.phases import PassCosts, Phase
 from compress.methods.inputs import MethodRun
 from compress.options.prune import PruneOptions
 from compress.training.losses import logits_of, next_token_loss
+from engine.decoder.model import capped
 from engine.decoder.routing import Gated, Routing
 from engine.errors import DataError
 from engine.families.config import DecoderConfig
@@ -173,9 +174,12 @@ def sampled_loss(decoder: AnyDecoder, tokens_BL: Tensor, generator: torch.Genera
         if generator is not None:
             rows = zip(hidden_BLD.detach().split(1), targets_BL.split(1), strict=True)
             targets_BL = torch.cat(
-                [_sample_next(states, model.head_VD, tokens, generator, model.head_bias_V) for states, tokens in rows]
+                [
+                    _sample_next(states, model.head_VD, tokens, generator, model.head_bias_V, model.logit_cap)
+                    for states, tokens in rows
+                ]
             )
-        return next_token_loss(hidden_BLD, model.head_VD, targets_BL, model.head_bias_V)
+        return next_token_loss(hidden_BLD, model.head_VD, targets_BL, model.head_bias_V, model.logit_cap)
 
     return loss
 
@@ -199,11 +203,12 @@ def _sample_next(
     tokens_1L: Tensor,
     generator: torch.Generator,
     bias_V: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the text with each next token replaced by one sampled from the model's prediction at that position."""
     drawn = [tokens_1L[0, :1]]
     for hidden in hidden_1LD[0, :-1].split(chunk_tokens(hidden_1LD.shape[-1] if head_VD is None else len(head_VD))):
-        probabilities = logits_of(hidden, head_VD, bias_V).softmax(-1)
+        probabilities = capped(logits_of(hidden, head_VD, bias_V), cap).softmax(-1)
         drawn.append((probabilities / _waiting_times(probabilities.shape, generator)).argmax(-1))
     return torch.cat(drawn)[None]
 

@@ -42,7 +42,9 @@ def refitted(run: MethodRun, plan: Plan) -> Refitted:
     """Return the refit and the correction of a run; nothing where neither was requested."""
     narrowed = narrowed_ffns(plan, run.prepared.checkpoint.config)
     found = _fitted(run, narrowed) if run.options.refit.refit and narrowed else Refitted()
-    if not run.options.refit.corrects(bool(narrowed) and run.prepared.checkpoint.has_own_decoder):
+    checkpoint = run.prepared.checkpoint
+    can_correct = checkpoint.has_own_decoder and not checkpoint.config.output_norms
+    if not run.options.refit.corrects(bool(narrowed) and can_correct):
         return found
     correction = corrected(run, plan, found.tensors)
     drifts: RefitFigures = {"drift_before_per_layer": correction.drift_before, "drift_per_layer": correction.drift}

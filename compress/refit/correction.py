@@ -69,6 +69,15 @@ def held_bytes(config: DecoderConfig, include: tuple[str, ...], itemsize: int) -
     return max(map(sum, config.ffn_widths(include).values())) * 3 * config.hidden_size * itemsize + matrices
 
 
+def check_correctable(config: DecoderConfig) -> None:
+    """Raise OptionError for a model whose layers norm the outputs of their FFNs, which no down projection can make up."""
+    if config.output_norms:
+        raise OptionError(
+            f"a {config.architecture.model_type} norms the outputs of its experts, so that what a layer lacks is no linear "
+            "function of their down projections; leave out --correct"
+        )
+
+
 def check_width(config: DecoderConfig) -> None:
     """Raise OptionError for whole experts that are too wide to be corrected."""
     if (widest := config.widest_ffn()) > WIDEST_GRAM:

@@ -6,8 +6,9 @@ preceding operation, where that is exact:
 
 - the norm before attention: query, key and value share one s;
 - the norm before a feed-forward block: gate and up of all its experts share one s. Routers and the shared expert's gate,
-  which are not rounded, have their columns multiplied by s;
-- the rows of up before down: each expert has its own s, because silu(gate) ⊙ up is linear in up.
+  which are not rounded, have their columns multiplied by s. Where the shared expert and the router have norms of their own,
+  the shared expert has an s of its own, and the router's input does not change;
+- the rows of up before down: each expert has its own s, because silu(gate) ⊙ up is linear in up, as is gelu(gate) ⊙ up.
 
 Inputs of attention's other matrices are not scaled, for example mixtures of values that several heads share; neither is the
 input of down where up is clamped or has a bias.
@@ -21,14 +22,13 @@ Shape suffixes: T tokens, D inputs, O outputs, F width, A exponents.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -154,14 +154,17 @@ def activation_scales(
     found = Rescaling()
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None]:
-        attention, feed_forward = Inputs(layer.attention, sample_T), Inputs(layer.feed_forward, sample_T)
+        block, attention = layer.feed_forward, Inputs(layer.attention, sample_T)
+        feed_forward = Inputs(block, sample_T)
+        has_own_norms = isinstance(block, MoeBlock) and block.own_norms is not None
+        hidden = Inputs(block, sample_T, place=2) if has_own_norms else None
 
         def finish() -> None:
             search = LayerSearch(checkpoint, index, scheme, found)
             exponents = [0.0 if experts_only else search.attention(layer, attention.sample_TD)]
-            block = layer.feed_forward
             if isinstance(block, MoeBlock) or not experts_only:
-                exponents += search.feed_forward(block, feed_forward.sample_TD)
+                own = None if hidden is None else hidden.sample_TD
+                exponents += search.feed_forward(block, feed_forward.sample_TD, own)
             found.exponents[index] = exponents
 
         return finish
@@ -173,14 +176,14 @@ def activation_scales(
 class Inputs:
     """Records a module's inputs for a sample of tokens."""
 
-    def __init__(self, module: nn.Module, sample_T: Tensor) -> None:
-        """Create the recorder. sample_T: sorted indices into the flat sequence of all tokens."""
-        self.sample_T, self.seen = sample_T, 0
+    def __init__(self, module: nn.Module, sample_T: Tensor, place: int = 0) -> None:
+        """Create the recorder. sample_T: sorted indices into the flat sequence of all tokens. place: of the argument."""
+        self.sample_T, self.seen, self._place = sample_T, 0, place
         self._kept: list[Tensor] = []
         module.register_forward_pre_hook(self._see)
 
     def _see(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        x_TD = given[0].flatten(0, -2)
+        x_TD = given[self._place].flatten(0, -2)
         here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + len(x_TD))]
         self._kept.append(x_TD[here - self.seen])
         self.seen += len(x_TD)
@@ -189,6 +192,10 @@ class Inputs:
     def sample_TD(self) -> Tensor:
         """The recorded rows, in order."""
         return torch.cat(self._kept)
+
+
+_Ffn = tuple[list[str], Expert, Tensor]
+"""An FFN of a layer: the names of its matrices, its module, and the tokens that reach it."""
 
 
 class LayerSearch:
@@ -215,44 +222,59 @@ class LayerSearch:
         self._fold(self._norm("input_layernorm"), [*rounded, *others], s_D, self.config.zero_centered)
         return alpha
 
-    def feed_forward(self, block: MoeBlock | Expert, x_TD: Tensor) -> list[float]:
-        """Return α of the input of gate and up, and the mean α of the inputs of down projections."""
-        used = [(names, ffn, rows_TD) for names, ffn, rows_TD in self._ffns(block, x_TD) if len(rows_TD)]
+    def feed_forward(self, block: MoeBlock | Expert, x_TD: Tensor, hidden_TD: Tensor | None = None) -> list[float]:
+        """Return α of the input of gate and up, and the mean α of the inputs of down projections.
+
+        hidden_TD: the hidden states, for a block with norms of its own.
+        """
+        every = list(self._ffns(block, x_TD, hidden_TD))
+        used = [each for each in every if len(each[2])]
         if self.config.layers[self.index].residuals is not None:
             return [0.0, sum(self._down(*each) for each in used) / len(used)]
+        if isinstance(block, MoeBlock) and block.own_norms is not None and block.shared is not None:
+            own = every.pop()
+            self._input("shared_input_norm", [own], own[2], [])
+            alpha = self._input("post_attention_layernorm", every, x_TD, [])
+        else:
+            alpha = self._input("post_attention_layernorm", every, x_TD, self._unrounded())
+        return [alpha, sum(self._down(*each) for each in used) / len(used)]
+
+    def _input(self, norm: str, ffns: Sequence[_Ffn], x_TD: Tensor, others: Sequence[str]) -> float:
+        """Return α of the input of gate and up of the FFNs that read one norm. others: further readers of the norm."""
+        used = [each for each in ffns if len(each[2])]
         matrices = [(as_tensor(weight), rows_TD) for _, ffn, rows_TD in used for weight in ffn.projections[:2]]
         alpha, s_D = self._best(x_TD, matrices, used[0][0][0])
-        readers = [name for names, _, _ in self._ffns(block, x_TD) for name in names[:2]]
-        norm = self._norm("post_attention_layernorm")
-        self._fold(norm, [*readers, *self._unrounded()], s_D, self.config.zero_centered)
-        return [alpha, sum(self._down(*each) for each in used) / len(used)]
+        readers = [name for names, _, _ in ffns for name in names[:2]]
+        self._fold(self._norm(norm), [*readers, *others], s_D, self.config.zero_centered)
+        return alpha
 
     def _norm(self, name: str) -> list[str]:
         parts = ("weight", "bias") if self.config.layer_norm else ("weight",)
         return [f"model.layers.{self.index}.{name}.{part}" for part in parts]
 
     def _down(self, names: list[str], ffn: Expert, x_TD: Tensor) -> float:
-        if not ffn.is_plain:
+        if not ffn.is_linear_in_up:
             return 0.0
-        gate_FD, up_FD, down_DF = (as_tensor(weight) for weight in ffn.projections)
-        middle_TF = F.silu(linear(x_TD, gate_FD)) * linear(x_TD, up_FD)
+        down_DF = as_tensor(ffn.projections[2])
+        middle_TF = ffn.units(x_TD)
         alpha, s_F = self._best(middle_TF, [(down_DF, middle_TF)], names[2])
         self._fold(names[1:2], names[2:], s_F)
         return alpha
 
-    def _ffns(self, block: MoeBlock | Expert, x_TD: Tensor) -> Iterator[tuple[list[str], Expert, Tensor]]:
+    def _ffns(self, block: MoeBlock | Expert, x_TD: Tensor, hidden_TD: Tensor | None) -> Iterator[_Ffn]:
         """Yield each FFN of the layer with the names of its matrices, and the tokens that reach it."""
         row, index = self.config.architecture, self.index
         if isinstance(block, Expert):
             yield [dense_tensor(index, projection) for projection in range(3)], block, x_TD
             return
-        chosen_TS = select(block.routing, x_TD, block.logits(x_TD)).experts
+        chosen_TS = select(block.routing, x_TD, block.logits(x_TD, hidden_TD=hidden_TD)).experts
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
             names = [expert_tensor(row, index, number, projection) for projection in range(3)]
             yield names, expert, x_TD[(chosen_TS == number).any(dim=1)]
         if block.shared is not None:
-            yield [shared_tensor(row, index, projection) for projection in range(3)], block.shared, x_TD
+            names = [shared_tensor(row, index, projection) for projection in range(3)]
+            yield names, block.shared, block.shared_input(x_TD, hidden_TD)
 
     def _unrounded(self) -> list[str]:
         """Return the names of unrounded tensors that also read the norm before the feed-forward block."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from compress.options.distill import DIVERGENCE_NAMES
 from compress.training.losses import head_loss, wide
+from engine.decoder.model import capped
 from engine.kernels.linear import linear
 from engine.passes.streaming import chunk_tokens
 
@@ -78,10 +79,12 @@ class Predictions:
     """Hidden states after the last norm."""
     head_VD: Tensor
     head_bias_V: Tensor | None = None
+    logit_cap: float | None = None
 
     def logs(self, part: slice, temperature: float) -> Tensor:
         """Return log p at some positions and a temperature, [t, V]."""
-        return (wide(linear(self.hidden_TD[part], self.head_VD, self.head_bias_V)) / temperature).log_softmax(-1)
+        logits_tV = capped(wide(linear(self.hidden_TD[part], self.head_VD, self.head_bias_V)), self.logit_cap)
+        return (logits_tV / temperature).log_softmax(-1)
 
     def outcomes(self, logs_tV: Tensor, part: slice) -> Tensor:
         """Return another model's log-probabilities at those positions over the outcomes of this class: every token."""
@@ -154,7 +157,7 @@ def weighted_divergence(
         values_T = divergence(own_TC, fixed_TC) if teacher_learns else divergence(fixed_TC, own_TC)
         return values_T.sum() if weights_T is None else (weights_T[part].to(values_T.dtype) * values_T).sum()
 
-    return head_loss(learner.hidden_TD, learner.head_VD, measure, learner.head_bias_V)
+    return head_loss(learner.hidden_TD, learner.head_VD, measure, learner.head_bias_V, learner.logit_cap)
 
 
 def _kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:

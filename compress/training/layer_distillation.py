@@ -23,7 +23,7 @@ from compress.training.divergences import LargestPredictions, Predictions, forwa
 from compress.training.losses import layer_distance, next_token_loss
 from compress.training.training import Batch
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.model import Decoder, DecoderLayer, Outer, embedded, positions_for
+from engine.decoder.model import Decoder, DecoderLayer, Outer, embedded, head_of, positions_for
 from engine.families.rotary_embedding import Rotary
 
 
@@ -86,7 +86,7 @@ class Teacher:
         if not self.predicts:
             return Taught(outputs, None)
         hidden_TD = self._outer.hidden_states(x_BLD).flatten(0, 1)
-        return Taught(outputs, Predictions(hidden_TD, self._outer.head_VD, self._outer.head_bias_V))
+        return Taught(outputs, Predictions(hidden_TD, *head_of(self._outer)))
 
 
 def feed_forwards(decoder: Decoder) -> dict[int, nn.Module]:
@@ -130,13 +130,14 @@ class DistillationLoss:
             hidden_BLD = self.student.hidden_states(tokens_BL)
         terms = {}
         if self.weights.supervised:
-            entropy = next_token_loss(hidden_BLD, self.student.head_VD, tokens_BL, self.student.head_bias_V)
+            head_VD, bias_V, cap = head_of(self.student)
+            entropy = next_token_loss(hidden_BLD, head_VD, tokens_BL, bias_V, cap)
             terms["supervised"] = self.weights.supervised * entropy / (sequences * (length - 1))
         if targets:
             distances = torch.stack([layer_distance(targets[index], outputs[index]) for index in targets])
             terms["layers"] = self.weights.layer * distances.sum() * len(batch.group_G) / sequences
         if taught.predictions is not None:
-            made = Predictions(hidden_BLD.flatten(0, 1), self.student.head_VD, self.student.head_bias_V)
+            made = Predictions(hidden_BLD.flatten(0, 1), *head_of(self.student))
             divergence = weighted_divergence(forward_kl, taught.predictions, made)
             terms["predictions"] = self.weights.prediction * divergence / (sequences * length)
         return terms
@@ -148,5 +149,6 @@ def decoder_perplexity(decoder: Decoder, tokens_SL: Tensor, group_size: int) -> 
     total = 0.0
     for tokens_BL in tokens_SL.to(decoder.embedding_VD.device).split(group_size):
         hidden_BLD = decoder.hidden_states(tokens_BL)
-        total += float(next_token_loss(hidden_BLD, decoder.head_VD, tokens_BL, decoder.head_bias_V))
+        head_VD, bias_V, cap = head_of(decoder)
+        total += float(next_token_loss(hidden_BLD, head_VD, tokens_BL, bias_V, cap))
     return math.exp(min(total / (tokens_SL.numel() - len(tokens_SL)), 700.0)) if math.isfinite(total) else math.nan

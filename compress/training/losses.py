@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.decoder.model import capped
 from engine.kernels.linear import linear
 from engine.passes.streaming import chunk_tokens
 
@@ -27,9 +28,22 @@ def logits_of(hidden_TD: Tensor, head_VD: Tensor | None, bias_V: Tensor | None =
     return wide(hidden_TD if head_VD is None else linear(hidden_TD, head_VD, bias_V))
 
 
-def head_loss(hidden_TD: Tensor, head_VD: Tensor | None, measure: Measure, bias_V: Tensor | None = None) -> Tensor:
-    """Return Σ of `measure` over the logits (`logits_of`); differentiable once, in all three tensors."""
-    loss: Tensor = _HeadLoss.apply(hidden_TD, head_VD, measure, bias_V)  # type: ignore[no-untyped-call]
+def head_loss(
+    hidden_TD: Tensor,
+    head_VD: Tensor | None,
+    measure: Measure,
+    bias_V: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Return Σ of `measure` over the logits (`logits_of`); differentiable once, in all three tensors.
+
+    cap: the model's `logit_cap`.
+    """
+
+    def of_capped(logits_TV: Tensor, part: slice) -> Tensor:
+        return measure(capped(logits_TV, cap), part)
+
+    loss: Tensor = _HeadLoss.apply(hidden_TD, head_VD, of_capped, bias_V)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -82,7 +96,13 @@ def _with_gradient(measure: Measure, logits_TV: Tensor, part: slice) -> tuple[Te
     return value.detach(), own_TV
 
 
-def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor | None, tokens_BL: Tensor, bias_V: Tensor | None = None) -> Tensor:
+def next_token_loss(
+    hidden_BLD: Tensor,
+    head_VD: Tensor | None,
+    tokens_BL: Tensor,
+    bias_V: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Return the cross-entropy of each next token in nats, summed over the B·(L−1) predictions."""
     hidden_TD = hidden_BLD[:, :-1].reshape(-1, hidden_BLD.shape[-1])
     targets_T = tokens_BL[:, 1:].reshape(-1)
@@ -90,7 +110,7 @@ def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor | None, tokens_BL: Tenso
     def measure(logits_TV: Tensor, part: slice) -> Tensor:
         return F.cross_entropy(logits_TV, targets_T[part], reduction="sum")
 
-    return head_loss(hidden_TD, head_VD, measure, bias_V)
+    return head_loss(hidden_TD, head_VD, measure, bias_V, cap)
 
 
 def layer_distance(teacher_TD: Tensor, student_TD: Tensor, weights_T: Tensor | None = None) -> Tensor:

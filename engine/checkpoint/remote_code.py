@@ -48,7 +48,7 @@ they differ: experts are stacked in memory, and all but the widest are followed 
 Load with `AutoModelForCausalLM.from_pretrained(dir, trust_remote_code=True)`.
 """
 
-import functools
+{imports}import functools
 import re
 
 import torch
@@ -121,6 +121,38 @@ class _Unstacked(SplitModulelist):
         return single
 
 
+{functions}class CompressedForCausalLM({base}):
+    def __init__(self, config):
+        super().__init__(config)
+        config.output_router_logits = False
+        for layer, block_config in zip(self.model.layers, config.block_configs, strict=True):
+            ffn = block_config.get("ffn") or {{}}
+            moe = ffn.get("moe")
+            if not moe and "intermediate_size" in ffn:
+                _narrow_ffn(layer.{dense}, ffn["intermediate_size"])
+            if moe:
+{call}                if "intermediate_size" in moe:
+                    _narrow(layer.{experts}, moe["intermediate_size"])
+                if "shared_expert_intermediate_size" in moe:
+                    _narrow_ffn(layer.{shared}, moe["shared_expert_intermediate_size"])
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        for transform in load_config.weight_mapping or ():
+            own = getattr(transform, "operations", None)
+            if own:
+                transform.operations = [_Stacked(each.dim) if type(each) is MergeModulelist else each for each in own]
+        return {base}._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    @functools.wraps({base}.forward)
+    def forward(self, *args, **kwargs):
+        if kwargs.get("output_router_logits"):
+            raise ValueError("output_router_logits needs the same number of experts in every layer")
+        return super().forward(*args, **kwargs)
+'''
+
+
+_FUNCTIONS = '''\
 def _resize(block, count, top_k, groups, grouped):
     """Keep the first `count` rows: only shapes matter here, the checkpoint brings the values."""
     for module in (block, *block.experts.modules(), *block.{router}.modules()):
@@ -159,38 +191,34 @@ def _route(gate, groups, hidden_states):
     return logits, weights * gate.routed_scaling_factor, experts
 
 
-class CompressedForCausalLM({base}):
-    def __init__(self, config):
-        super().__init__(config)
-        config.output_router_logits = False
-        for layer, block_config in zip(self.model.layers, config.block_configs, strict=True):
-            ffn = block_config.get("ffn") or {{}}
-            moe = ffn.get("moe")
-            if not moe and "intermediate_size" in ffn:
-                _narrow_ffn(layer.{dense}, ffn["intermediate_size"])
-            if moe:
+'''
+_CALL = """\
                 grouped = getattr(config, "n_group", None) not in (None, 1)
                 top_k = config.num_experts_per_tok
                 _resize(layer.{block}, moe["num_local_experts"], top_k, moe.get("expert_groups"), grouped)
-                if "intermediate_size" in moe:
-                    _narrow(layer.{block}.experts, moe["intermediate_size"])
-                if "shared_expert_intermediate_size" in moe:
-                    _narrow_ffn(layer.{shared}, moe["shared_expert_intermediate_size"])
+"""
+"""Functions and their call for a family whose router and experts are in a module of the layer."""
 
-    @staticmethod
-    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        for transform in load_config.weight_mapping or ():
-            own = getattr(transform, "operations", None)
-            if own:
-                transform.operations = [_Stacked(each.dim) if type(each) is MergeModulelist else each for each in own]
-        return {base}._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+_FUNCTIONS_OF_LAYER = '''\
+def _resize(layer, count):
+    """Keep the first `count` rows: only shapes matter here, the checkpoint brings the values."""
+    router, experts = layer.{router}, layer.experts
+    with_rows = (router.proj, "weight"), (router, "per_expert_scale"), (experts, "gate_up_proj"), (experts, "down_proj")
+    for module, name in with_rows:
+        tensor = getattr(module, name)
+        if count > len(tensor):
+            raise ValueError(f"block_configs asks for {{count}} experts, config.json has {{len(tensor)}}")
+        setattr(module, name, nn.Parameter(tensor.detach()[:count].clone(), tensor.requires_grad))
+    experts.num_experts = router.proj.out_features = count
+    router.config = copy.copy(router.config)
+    router.config.{top_k} = min(router.config.{top_k}, count)
 
-    @functools.wraps({base}.forward)
-    def forward(self, *args, **kwargs):
-        if kwargs.get("output_router_logits"):
-            raise ValueError("output_router_logits needs the same number of experts in every layer")
-        return super().forward(*args, **kwargs)
+
 '''
+_CALL_OF_LAYER = """\
+                _resize(layer, moe["num_local_experts"])
+"""
+"""These where router and experts are modules of the layer."""
 
 
 def render(row: Architecture) -> str:
@@ -198,7 +226,18 @@ def render(row: Architecture) -> str:
     (block, router), down, is_transposed = row.modules, down_name(row), has_transposed_stacks(row)
     units = {"gate_up_proj": (1 + is_transposed, 2), "gate_up_proj_bias": (1, 2), "down_proj": (2 - is_transposed, 1)}
     common = {"dense": dense_module(row), "shared": shared_module(row), "downs": _down_names(row)}
-    return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router, units=units, down=down, **common)
+    functions, call = (_FUNCTIONS, _CALL) if block else (_FUNCTIONS_OF_LAYER, _CALL_OF_LAYER)
+    names = {"block": block, "router": router, "top_k": row.experts_per_token_key}
+    return _TEMPLATE.format(
+        base=row.causal_lm_class,
+        units=units,
+        down=down,
+        imports="" if block else "import copy\n",
+        experts=f"{block}.experts".removeprefix("."),
+        functions=functions.format(**names),
+        call=call.format(**names),
+        **common,
+    )
 
 
 def _down_names(row: Architecture) -> str:

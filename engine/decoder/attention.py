@@ -6,7 +6,8 @@ R its rotated dimensions, V a value's dimensions, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.decoder.kv_cache import Kept, KeyValueCache, Scaled
+from engine.decoder.norms import rms_norm
 from engine.decoder.paged_cache import PagedBatch
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
@@ -49,6 +51,12 @@ class Positions(NamedTuple):
     """Mask of the new positions that are not padding; None for all."""
     choice: KernelChoice = TORCH
     """Kernels that compute the products of this forward pass."""
+    of_kinds: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
+    """Cosines and sines by kind of layer, where each kind rotates in its own way."""
+
+    def turns(self, kind: str | None) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of a kind of layer, [B or 1, 1, L, R]."""
+        return (self.cosine, self.sine) if kind is None else self.of_kinds[kind]
 
 
 def half_by_half(x_BHLE: Tensor, rotated: int) -> Tensor:
@@ -115,10 +123,10 @@ class Attention(nn.Module):
         self.layer = layer
         self.window = config.layers[layer].window
         self.rotates, self.unit_norm = config.layers[layer].rotates, config.layers[layer].unit_norm
-        self.head_dimension = config.head_dimension
-        self.pairs, self.rotated = config.rotary_pairs, config.rotary_dimension
-        self.scale = config.multipliers.attention or config.head_dimension**-0.5
-        self.query_heads, self.key_heads = config.attention_heads, config.key_value_heads
+        self.key_heads, self.head_dimension, self.shares_projection = config.heads_of(layer)
+        self.pairs, self.rotated, self.kind = config.rotary_pairs, config.rotary_dimension, config.layers[layer].kind
+        self.scale = config.multipliers.attention or self.head_dimension**-0.5
+        self.query_heads, self.value_norm = config.attention_heads, config.value_norm
         self.clip = config.clip_qkv
         self.epsilon = config.norm_epsilon
         self.qk_norm, self.zero_centered = config.qk_norm, config.zero_centered
@@ -130,11 +138,12 @@ class Attention(nn.Module):
         def optional(name: str, present: bool) -> nn.Parameter | None:
             return frozen_tensor(tensor(f"{prefix}.{name}")) if present else None
 
-        self.query, self.key, self.value = weight("q_proj.weight"), weight("k_proj.weight"), weight("v_proj.weight")
+        self.query, self.key = weight("q_proj.weight"), weight("k_proj.weight")
+        self.value = None if self.shares_projection else weight("v_proj.weight")
         self.output = weight("o_proj.weight")
         self.query_bias = optional("q_proj.bias", config.qkv_bias)
         self.key_bias = optional("k_proj.bias", config.qkv_bias)
-        self.value_bias = optional("v_proj.bias", config.qkv_bias)
+        self.value_bias = optional("v_proj.bias", config.qkv_bias and not self.shares_projection)
         self.output_bias = optional("o_proj.bias", config.output_bias)
         self.query_norm = optional("q_norm.weight", self.qk_norm != "none")
         self.key_norm = optional("k_norm.weight", self.qk_norm != "none")
@@ -142,19 +151,19 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]; with a cache, attend to its content and append the new positions."""
-        weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         choice = positions.choice
-        projected = linears(x_BLD, weights, biases, choice)
-        gate = None
+        projected, gate = self._projected(x_BLD, choice), None
         if self.has_gate:
             projected[0], gate = self._without_gate(projected[0])
         query = self._paired(self._heads(projected[0], self.query_norm, self.query_heads, choice))
         key = self._paired(self._heads(projected[1], self.key_norm, self.key_heads, choice))
         value = self._heads(projected[2], None, self.key_heads, choice)
+        if self.value_norm:
+            value = self._without_length(value.transpose(1, 2), choice).transpose(1, 2)  # contiguous, as the kernels need
         if (kernels := self._kernels(query, positions, cache)) is not None:
             assert cache is not None
-            angles = positions.cosine, positions.sine
-            if not self._is_turned_whole(positions):  # the kernel rotates whole heads only
+            angles = positions.turns(self.kind)
+            if not self._is_turned_whole(angles[0]):  # the kernel rotates whole heads only
                 query, key = (x.contiguous() for x in self._placed(query, key, positions))
                 angles = torch.ones_like(query[:1, :1]), torch.zeros_like(query[:1, :1])
             return self._finished(self._attend_compiled(kernels, (query, key, value, *angles), cache), gate, choice)
@@ -167,6 +176,18 @@ class Attention(nn.Module):
             mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
         return self._finished(mixed.transpose(1, 2).reshape(batch, length, -1), gate, choice)
+
+    def _projected(self, x_BLD: Tensor, choice: KernelChoice) -> list[Tensor]:
+        """Return the projections that queries, keys and values are made from, [B, L, ...]."""
+        weights, biases = (self.query, self.key), (self.query_bias, self.key_bias)
+        if self.value is None:
+            query, key = linears(x_BLD, weights, biases, choice)
+            return [query, key, key]
+        return linears(x_BLD, (*weights, self.value), (*biases, self.value_bias), choice)
+
+    def _without_length(self, x: Tensor, choice: KernelChoice) -> Tensor:
+        """Return heads divided by their root mean square."""
+        return rms_norm(x, x.new_ones(self.head_dimension), self.epsilon, choice)
 
     def _without_gate(self, projected_BLX: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries of all heads, and the logits of their outputs' gates, which are stored head by head."""
@@ -183,16 +204,14 @@ class Attention(nn.Module):
         """Apply the position-dependent operations to queries and keys."""
         if not self.rotates:
             return (query if positions.temperature is None else query * positions.temperature), key
-        query, key = (rotate(x, positions.cosine, positions.sine) for x in (query, key))
+        query, key = (rotate(x, *positions.turns(self.kind)) for x in (query, key))
         if not self.unit_norm:
             return query, key
-        ones = query.new_ones(self.head_dimension)
-        epsilon, choice = self.epsilon, positions.choice
-        return rms_norm(query, ones, epsilon, choice), rms_norm(key, ones, epsilon, choice)
+        return self._without_length(query, positions.choice), self._without_length(key, positions.choice)
 
-    def _is_turned_whole(self, positions: Positions) -> bool:
+    def _is_turned_whole(self, cosine: Tensor) -> bool:
         """Return whether the only position-dependent operation is a rotation of all dimensions of a head."""
-        return self.rotates and not self.unit_norm and positions.cosine.shape[-1] == self.head_dimension
+        return self.rotates and not self.unit_norm and cosine.shape[-1] == self.head_dimension
 
     def _paired(self, x_BHLE: Tensor) -> Tensor:
         if not self.pairs:
@@ -221,7 +240,7 @@ class Attention(nn.Module):
 
         parts: query, key, value, cosine and sine.
         """
-        places = cache.places
+        places = cache.places(self.layer)
         if parts[0].shape[2] == 1:
             return self._attend_next(kernels, parts, cache, places)
         blocks, filled, block_size = places
@@ -239,7 +258,7 @@ class Attention(nn.Module):
             [tensor.stride(0) for tensor in query_key_value],
             cache.addresses(self.layer),
             (batch, heads, self.key_heads, size),
-            cache.group_stride,
+            cache.group_stride(self.layer),
             places,
             -self.window.size if isinstance(self.window, Chunk) else self.window,
             self.scale,
@@ -395,35 +414,3 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
     for start in range(0, length, size):
         end = min(start + size, length)
         yield start, end, total - length + end
-
-
-def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    epsilon: float,
-    choice: KernelChoice = TORCH,
-    zero_centered: bool = False,
-) -> Tensor:
-    """Return a layer norm if there is a bias (Ba et al. 2016), otherwise `rms_norm`."""
-    if bias is None:
-        return rms_norm(x, weight, epsilon, choice, zero_centered)
-    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, choice: KernelChoice = TORCH, zero_centered: bool = False) -> Tensor:
-    """Return x / rms(x) · weight over the last dimension, the mean square in float32 or better (Zhang & Sennrich 2019).
-
-    zero_centered: whether the weight is stored as its difference from 1. It is then multiplied by in float32 or better,
-    because half precision would round the sum.
-    """
-    if zero_centered:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), weight.shape, 1.0 + weight.to(dtype), epsilon).to(x.dtype)
-    if (kernels := choice.for_any(x, weight)) is not None:
-        rows, size = x.numel() // x.shape[-1], x.shape[-1]
-        return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)
-    if x.dtype in (torch.float32, torch.float64):
-        return F.rms_norm(x, weight.shape, weight, epsilon)
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)

@@ -2,8 +2,8 @@
 
 For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
 compute the same products with the same rounding as `model.DecoderLayer`. Unsupported parts run through the layers:
-latent and linear attention, output gates, zero-centered norms, routers other than the top-k of a softmax, partly rotated
-heads, observers of experts.
+latent and linear attention, output gates, zero-centered norms, norms of values and of outputs, routers other than the top-k
+of a softmax, partly rotated heads, observers of experts.
 
 Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
 """
@@ -78,8 +78,8 @@ class DecodeStep:
             self._tables.layers,
             caches,
             (angles[0].data_ptr(), angles[1].data_ptr()),
-            cache.places,
-            (attention.query_heads, attention.key_heads, size, cache.group_stride, kinds[attention.qk_norm]),
+            cache.places(0),
+            (attention.query_heads, attention.key_heads, size, cache.group_stride(0), kinds[attention.qk_norm]),
             (attention.epsilon, attention.scale, self._config.multipliers.residual),
             (tokens, hidden),
             self._thresholds(tokens),
@@ -155,7 +155,7 @@ class DecodeStep:
 def _is_known(routing: Routing) -> bool:
     gammas = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
     plain = (gamma.dtype == torch.float32 and gamma.is_cpu and gamma.is_contiguous() for gamma in gammas)
-    return isinstance(_rule(routing), TopK) and all(plain)
+    return type(_rule(routing)) is TopK and all(plain)
 
 
 def _rule(routing: Routing) -> Any:
@@ -170,7 +170,9 @@ def _serves(kernels: Any, layer: Any) -> bool:
         return False
     if not attention.rotates or attention.unit_norm or attention.pairs or attention.clip is not None:
         return False
-    if attention.has_gate or layer.zero_centered:
+    if attention.has_gate or layer.zero_centered or attention.value is None or attention.value_norm:
+        return False
+    if layer.output_norms is not None:
         return False
     plain = [layer.attention_norm, layer.feed_forward_norm, *_attention_extras(attention)]
     matrices = [[attention.query, attention.key, attention.value, attention.output]]

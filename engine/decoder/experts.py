@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.decoder.norms import BlockNorms
 from engine.decoder.routing import NO_EXPERT, Routing, Selection, select
-from engine.families.layer_config import ClampedSwiglu
+from engine.families.layer_config import Activation, GatedGelu
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import (
     addresses,
@@ -77,17 +78,22 @@ class Expert(nn.Module):
         up_F: Weight | None = None,
         down_D: Weight | None = None,
         *,
-        swiglu: ClampedSwiglu | None = None,
+        swiglu: Activation | None = None,
     ) -> None:
         super().__init__()
         self.gate_FD, self.up_FD, self.down_DF = frozen(gate_FD), frozen(up_FD), frozen(down_DF)
         self.gate_F, self.up_F, self.down_D = _frozen(gate_F), _frozen(up_F), _frozen(down_D)
         self.swiglu = swiglu
         self.is_plain = swiglu is None and gate_F is None
-        """Whether the expert has neither biases nor a clamp."""
+        """Whether the expert has neither biases nor another activation than silu(g) ⊙ u."""
         self.unit_observer: UnitObserver | None = None
         """Observer of a dense layer's FFN."""
         self._compiled = CompiledExperts()
+
+    @property
+    def is_linear_in_up(self) -> bool:
+        """Whether the hidden units are a linear function of up·x."""
+        return self.gate_F is None and (self.swiglu is None or isinstance(self.swiglu, GatedGelu))
 
     @property
     def width(self) -> int:
@@ -128,10 +134,12 @@ class Expert(nn.Module):
         return linear(self.units(x_TD, choice), self.down_DF, self.down_D, choice)
 
 
-def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tensor:
+def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: Activation | None) -> Tensor:
     """Return the input of an expert's down projection, [T, F]."""
     if swiglu is None:
         return F.silu(gate_TF) * up_TF
+    if isinstance(swiglu, GatedGelu):
+        return F.gelu(gate_TF, approximate="tanh") * up_TF
     gate_TF, up_TF = gate_TF.clamp(max=swiglu.limit), up_TF.clamp(-swiglu.limit, swiglu.limit)
     return (up_TF + 1.0) * gate_TF * torch.sigmoid(swiglu.alpha * gate_TF)
 
@@ -193,7 +201,7 @@ class CompiledExperts:
         self._experts, self._weights = experts, every
         self._table = kernels.expert_table(map(table_row, experts))
         self._ends = addresses(every[0])[0], addresses(every[-1])[0]
-        swiglu: ClampedSwiglu | None = experts[0].swiglu
+        swiglu: Activation | None = experts[0].swiglu
         self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
         matrices = [weight for expert in experts for weight in expert.projections[:3]]
         biases = [weight for expert in experts for weight in expert.projections[3:]]
@@ -205,9 +213,9 @@ class CompiledExperts:
 class MoeBlock(nn.Module):
     """Router, routed experts and, depending on the family, a shared expert with an optional gate.
 
-    `routing` is the layer's Routing and may be replaced at any time. `observer`, if set, is called with (x_TD,
-    logits_TN, selection) in each forward pass, for calibration and reports. `noise_ND` is a parameter of noisy top-k in
-    training (routing.Noisy); it is not read here.
+    `routing` is the layer's Routing and may be replaced at any time; `own_routing` is the model's own. `observer`, if
+    set, is called with (x_TD, logits_TN, selection) in each forward pass, for calibration and reports. `noise_ND` is a
+    parameter of noisy top-k in training (routing.Noisy); it is not read here.
     """
 
     def __init__(
@@ -222,13 +230,18 @@ class MoeBlock(nn.Module):
         router_in_float32: bool = False,
         logit_bias_N: Tensor | None = None,
         scales_inputs: bool = False,
+        own_norms: BlockNorms | None = None,
     ) -> None:
-        """router_ND: one row for each expert; [N, H] if `gate_hidden_HD` is the first layer of a gate network."""
+        """router_ND: one row for each expert; [N, H] if `gate_hidden_HD` is the first layer of a gate network.
+
+        own_norms: norms of the router and of the shared expert, which then read the hidden state.
+        """
         super().__init__()
+        self.own_norms = own_norms
         self.router_in_float32, self.scales_inputs = router_in_float32, scales_inputs
         self.router_ND = nn.Parameter(router_ND, requires_grad=False)
         self.experts = nn.ModuleList(experts)
-        self.routing = routing
+        self.routing = self.own_routing = routing
         self.shared = shared
         self.shared_gate_1D = _frozen(shared_gate_1D)
         self.gate_hidden_HD = _frozen(gate_hidden_HD)
@@ -256,17 +269,24 @@ class MoeBlock(nn.Module):
         """Hidden size D."""
         return (self.router_ND if self.gate_hidden_HD is None else self.gate_hidden_HD).shape[1]
 
-    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
-        """Map [T, D] to [T, D]."""
-        logits_TN = self.logits(x_TD, choice)
+    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH, hidden_TD: Tensor | None = None) -> Tensor:
+        """Map [T, D] to [T, D].
+
+        x_TD: the input of the routed experts. hidden_TD: the hidden state, for a block with norms of its own.
+        """
+        logits_TN = self.logits(x_TD, choice, hidden_TD)
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
         y_TD = self._routed(x_TD, selection, self.input_scales(logits_TN), choice)
+        if self.own_norms is not None:
+            y_TD = self.own_norms.routed_output(y_TD, choice)
         if self.shared is None:
             return y_TD
         observe = None if self.unit_observer is None else partial(self.unit_observer.units, len(self.experts))
-        shared_TD: Tensor = self.shared(x_TD, choice, observe)
+        shared_TD: Tensor = self.shared(self.shared_input(x_TD, hidden_TD, choice), choice, observe)
+        if self.own_norms is not None:
+            return y_TD + self.own_norms.shared_output(shared_TD, choice)
         weight_T1 = self.shared_weights(x_TD, choice)
         return y_TD + (shared_TD if weight_T1 is None else weight_T1 * shared_TD)
 
@@ -276,8 +296,23 @@ class MoeBlock(nn.Module):
             return None
         return torch.sigmoid(linear(x_TD, self.shared_gate_1D, choice=choice))
 
-    def logits(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
-        """Return the router's logits, [T, N]."""
+    def shared_input(self, x_TD: Tensor, hidden_TD: Tensor | None = None, choice: KernelChoice = TORCH) -> Tensor:
+        """Return the input of the shared expert, [T, D], given the arguments of `forward`."""
+        if self.own_norms is None:
+            return x_TD
+        assert hidden_TD is not None, "a shared expert with a norm of its own reads the hidden state"
+        return self.own_norms.shared_input(hidden_TD, choice)
+
+    def router_input(self, x_TD: Tensor, hidden_TD: Tensor | None = None, choice: KernelChoice = TORCH) -> Tensor:
+        """Return what the router's matrix is multiplied with, [T, D], given the arguments of `forward`."""
+        if self.own_norms is None:
+            return x_TD
+        assert hidden_TD is not None, "a router with a norm of its own reads the hidden state"
+        return self.own_norms.router_input(hidden_TD, choice)
+
+    def logits(self, x_TD: Tensor, choice: KernelChoice = TORCH, hidden_TD: Tensor | None = None) -> Tensor:
+        """Return the router's logits, [T, N], given the arguments of `forward`."""
+        x_TD = self.router_input(x_TD, hidden_TD, choice)
         dtype = torch.promote_types(x_TD.dtype, torch.float32) if self.router_in_float32 else x_TD.dtype
         bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(dtype)
         return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD, bias_N, choice)

@@ -37,9 +37,42 @@ def to_int8(x: Tensor) -> Scaled:
 
 def position_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the keys and values of one position in all layers, stored in `dtype`."""
-    groups, key, value = config.cached
     scales = 2 * torch.float32.itemsize if dtype == torch.int8 else 0
-    return len(config.caching_layers) * groups * ((key + value) * dtype.itemsize + scales)
+    sizes = map(config.cached_by, config.caching_layers)
+    return sum(groups * ((key + value) * dtype.itemsize + scales) for groups, key, value in sizes)
+
+
+class Stored(NamedTuple):
+    """Memory for the keys and values of all layers that cache positions, a tensor for each layer."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    scales: list[Tensor] | None
+    """Scales of keys and of values in 8 bits, [2, ...] for each layer; None for other dtypes."""
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes."""
+        return sum(part.nbytes for part in (*self.keys, *self.values, *(self.scales or ())))
+
+    def scales_of(self, row: int) -> Tensor:
+        """Return the scales of one layer's keys and values."""
+        assert self.scales is not None
+        return self.scales[row]
+
+
+def allocated(
+    config: DecoderConfig, before: tuple[int, ...], positions: int, dtype: torch.dtype, device: torch.device | str
+) -> Stored:
+    """Allocate keys and values, [*before, G, positions, E] for each layer. The content is zero."""
+    keys, values, scales = list[Tensor](), list[Tensor](), list[Tensor]()
+    for groups, key, value in map(config.cached_by, config.caching_layers):
+        shape = (*before, groups, positions)
+        keys.append(torch.zeros((*shape, key), dtype=dtype, device=device))
+        values.append(torch.zeros((*shape, value), dtype=dtype, device=device))
+        if dtype == torch.int8:
+            scales.append(torch.zeros((2, *shape), device=device))
+    return Stored(keys, values, scales or None)
 
 
 Kept = Tensor | Scaled
@@ -88,14 +121,11 @@ class KeyValueCache:
     def __init__(
         self, config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        groups, *sizes = config.cached
         self._rows = row_of_layers(config)
         self.states = zero_states(config, dtype, device, (batch,))
         """State of each layer that has one, tensors [B, ...]."""
-        shape = (len(config.caching_layers), batch, groups, capacity)
-        self.keys, self.values = (torch.empty((*shape, size), dtype=dtype, device=device) for size in sizes)
-        self.scales = torch.empty((2, *shape), device=device) if dtype == torch.int8 else None
-        """Scales of keys and of values in 8 bits."""
+        self.stored = allocated(config, (batch,), capacity, dtype, device)
+        self._batch = batch
         self.capacity = capacity
         self.length = 0
         self.read_as = 0
@@ -104,45 +134,49 @@ class KeyValueCache:
     @property
     def bytes(self) -> int:
         """Allocated bytes."""
-        positions = self.keys.nbytes + self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
-        return positions + sum(part.nbytes for state in self.states for part in state)
+        return self.stored.bytes + sum(part.nbytes for state in self.states for part in state)
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of keys and values."""
-        return self.keys.dtype
+        return self.stored.keys[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of keys and values."""
+        return self.stored.keys[0].device
 
     def addresses(self, layer: int) -> list[int]:
         """Return the addresses of one layer's keys and values, for the compiled kernels."""
-        offset = self._rows[layer] * self.keys.stride(0) * self.keys.element_size()
-        return [self.keys.data_ptr() + offset, self.values.data_ptr() + offset]
+        row = self._rows[layer]
+        return [self.stored.keys[row].data_ptr(), self.stored.values[row].data_ptr()]
 
-    @property
-    def places(self) -> tuple[Any, Any, int]:
-        """Location of the sequences for all layers: block indices int64 [B, 1], filled positions int64 [B], block size.
+    def places(self, layer: int) -> tuple[Any, Any, int]:
+        """Location of the sequences in a layer: block indices int64 [B, 1], filled positions int64 [B], block size.
 
         The format is that of a paged cache: each sequence is one block of `capacity` positions for each group.
         """
-        batch, groups = self.keys.shape[1:3]
+        groups = self.stored.keys[self._rows[layer]].shape[1]
+        batch = self._batch
         return np.arange(0, batch * groups, groups)[:, None], np.full(batch, self.length), self.capacity
 
-    @property
-    def group_stride(self) -> int:
-        """Number of elements from one group to the next."""
-        return self.keys.stride(2)
+    def group_stride(self, layer: int) -> int:
+        """Number of elements from one group of a layer to the next."""
+        return int(self.stored.keys[self._rows[layer]].stride(1))
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> tuple[Kept, Kept]:
         """Write one layer's new positions; return all its keys and values so far. Call `advance` after the last layer."""
         end = self.length + keys_BGLE.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
-        new, layer = slice(self.length, end), self._rows[layer]
-        if self.scales is None:
-            self.keys[layer, :, :, new], self.values[layer, :, :, new] = keys_BGLE, values_BGLE
-            return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        new, row = slice(self.length, end), self._rows[layer]
+        parts = self.stored.keys[row], self.stored.values[row]
+        if self.stored.scales is None:
+            parts[0][:, :, new], parts[1][:, :, new] = keys_BGLE, values_BGLE
+            return parts[0][:, :, :end], parts[1][:, :, :end]
         kept = []
-        for part, scales, x_BGLE in zip((self.keys, self.values), self.scales, (keys_BGLE, values_BGLE), strict=True):
-            part[layer, :, :, new], scales[layer, :, :, new] = to_int8(x_BGLE)
-            kept.append(Scaled(part[layer, :, :, :end], scales[layer, :, :, :end]))
+        for part, scales, x_BGLE in zip(parts, self.stored.scales_of(row), (keys_BGLE, values_BGLE), strict=True):
+            part[:, :, new], scales[:, :, new] = to_int8(x_BGLE)
+            kept.append(Scaled(part[:, :, :end], scales[:, :, :end]))
         return kept[0], kept[1]
 
     def state(self, layer: int) -> States:
@@ -158,24 +192,22 @@ class KeyValueCache:
         self.length += positions
 
     def extend(self, capacity: int) -> None:
-        """Move to larger memory for `capacity` positions; keys and values move separately, to save memory."""
-        self.keys = self._longer(self.keys, capacity)
-        self.values = self._longer(self.values, capacity)
-        if self.scales is not None:
-            scales = self.scales
-            self.scales = scales.new_empty((*scales.shape[:-1], capacity))
-            self.scales[..., : self.length] = scales[..., : self.length]
+        """Move to larger memory for `capacity` positions, layer by layer, to save memory."""
+        for parts in (self.stored.keys, self.stored.values):
+            for row, part in enumerate(parts):
+                parts[row] = part.new_zeros((*part.shape[:2], capacity, part.shape[3]))
+                parts[row][:, :, : self.length] = part[:, :, : self.length]
+        scales = self.stored.scales or []
+        for row, part in enumerate(scales):
+            scales[row] = part.new_zeros((*part.shape[:-1], capacity))
+            scales[row][..., : self.length] = part[..., : self.length]
         self.capacity = capacity
-
-    def _longer(self, part: Tensor, capacity: int) -> Tensor:
-        made = part.new_empty((*part.shape[:3], capacity, part.shape[4]))
-        made[:, :, :, : self.length] = part[:, :, :, : self.length]
-        return made
 
     def of_rows(self, rows_R: Tensor) -> KeyValueCache:
         """Return a copy of the cache with some of the sequences only. rows_R: int64 [R]."""
         made = copy(self)
-        made.keys, made.values = self.keys[:, rows_R], self.values[:, rows_R]
-        made.scales = None if self.scales is None else self.scales[:, :, rows_R]
+        keys, values = ([part[rows_R] for part in parts] for parts in (self.stored.keys, self.stored.values))
+        scales = None if self.stored.scales is None else [part[:, rows_R] for part in self.stored.scales]
+        made.stored, made._batch = Stored(keys, values, scales), len(rows_R)
         made.states = [tuple(part[rows_R] for part in state) for state in self.states]
         return made

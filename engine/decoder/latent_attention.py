@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.decoder.attention import Cache, Positions, attend, half_by_half, rms_norm, rotate
+from engine.decoder.attention import Cache, Positions, attend, half_by_half, rotate
 from engine.decoder.kv_cache import Kept
+from engine.decoder.norms import rms_norm
 from engine.decoder.paged_cache import PagedBatch
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import LATENT_UP

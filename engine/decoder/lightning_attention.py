@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.decoder.attention import Cache, Positions, rms_norm
+from engine.decoder.attention import Cache, Positions
+from engine.decoder.norms import rms_norm
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import LightningConfig
 from engine.families.tensor_names import LIGHTNING

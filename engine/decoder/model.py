@@ -17,19 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen, norm
+from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen
 from engine.decoder.decode_step import DecodeStep
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.gated_delta import GatedDelta, SplitGatedDelta
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
+from engine.decoder.norms import BlockNorms, norm
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import (
     BiasedTopK,
     Gate,
     GroupedTopK,
     Routing,
+    ScaledTopK,
     SigmoidTopK,
     SparseMixer,
     TopK,
@@ -51,17 +53,22 @@ from engine.families.layer_config import (
 )
 from engine.families.rotary_embedding import Rotary
 from engine.families.tensor_names import (
+    BLOCK_NORMS,
+    LAYER_SCALAR,
+    OUTPUT_NORMS,
     dense_tensor,
     expert_parts,
     expert_tensor,
     gate_hidden_tensor,
     head_tensor,
+    input_scale_tensor,
     logit_bias_tensor,
     router_bias_tensor,
     router_noise_tensor,
     router_tensor,
     shared_gate_tensor,
     shared_tensor,
+    weight_scale_tensor,
 )
 from engine.kernels.block_weight import BlockWeight, frozen_embedding
 from engine.kernels.devices import keep_few_shapes
@@ -87,15 +94,26 @@ class DecoderLayer(nn.Module):
         self.attention = _attention(config, layer, tensor)
         self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
+        names = [f"{prefix}.{name}.weight" for name in OUTPUT_NORMS] if config.output_norms else []
+        self.output_norms = nn.ParameterList(frozen_tensor(tensor(name)) for name in names) if names else None
+        scalar_1 = as_tensor(tensor(f"{prefix}.{LAYER_SCALAR}")) if config.output_norms else None
+        self.scalar_1 = None if scalar_1 is None else nn.Buffer(scalar_1, persistent=False)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]."""
         choice = positions.choice
         normed = self._normed(x_BLD, self.attention_norm, self.attention_norm_bias, choice)
-        x_BLD = self._added(0, x_BLD, normed, self.attention(normed, positions, cache))
+        x_BLD = self._added(0, x_BLD, normed, self._normed_output(0, self.attention(normed, positions, cache), choice))
         normed = self._normed(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, choice)
-        y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]), choice)
-        return self._added(1, x_BLD, normed, y_TD.view_as(x_BLD))
+        has_own_norms = isinstance(self.feed_forward, MoeBlock) and self.feed_forward.own_norms is not None
+        hidden = (x_BLD.view(-1, x_BLD.shape[-1]),) if has_own_norms else ()
+        y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]), choice, *hidden)
+        x_BLD = self._added(1, x_BLD, normed, self._normed_output(1, y_TD.view_as(x_BLD), choice))
+        return x_BLD if self.scalar_1 is None else x_BLD * self.scalar_1
+
+    def _normed_output(self, part: int, y_BLD: Tensor, choice: KernelChoice) -> Tensor:
+        """Return what attention (0) or the feed-forward block (1) adds."""
+        return y_BLD if self.output_norms is None else self._normed(y_BLD, self.output_norms[part], None, choice)
 
     def _normed(self, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None, choice: KernelChoice) -> Tensor:
         return norm(x_BLD, weight_D, bias_D, self.epsilon, choice, self.zero_centered)
@@ -255,7 +273,12 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Return the logits […, V] of hidden states […, D] after the last norm."""
-        return linear(hidden, self.head, self.head_bias_V, choice)
+        return capped(linear(hidden, self.head, self.head_bias_V, choice), self.logit_cap)
+
+    @property
+    def logit_cap(self) -> float | None:
+        """c, if logits l become c · tanh(l / c)."""
+        return self.config.logit_cap
 
 
 def _weights_bytes(module: nn.Module) -> int:
@@ -266,7 +289,10 @@ def embedded(
     config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor | BlockWeight, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the first layer's input, [B, L, D]. dtype: that of rows in blocks."""
-    return times(embedding(tokens_BL, embedding_VD, dtype or torch.float32), config.multipliers.embedding)
+    rows_BLD, factor = embedding(tokens_BL, embedding_VD, dtype or torch.float32), config.multipliers.embedding
+    if config.multipliers.rounds_embedding:
+        factor = float(torch.tensor(factor, dtype=rows_BLD.dtype))
+    return times(rows_BLD, factor)
 
 
 def final_norm(
@@ -292,7 +318,26 @@ class Outer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits […, V] of hidden states […, D] after the last norm."""
-        return linear(hidden, self.head_VD, self.head_bias_V)
+        return capped(linear(hidden, self.head_VD, self.head_bias_V), self.logit_cap)
+
+    @property
+    def logit_cap(self) -> float | None:
+        """c, if logits l become c · tanh(l / c)."""
+        return self._config.logit_cap
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap · tanh(logits / cap); the logits themselves where there is no cap."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+HeadParts = tuple[Tensor, Tensor | None, float | None]
+"""head_VD, its bias [V] if it has one, and `logit_cap`."""
+
+
+def head_of(model: Decoder | Outer) -> HeadParts:
+    """Return everything that makes logits of hidden states after the last norm."""
+    return model.head_VD, model.head_bias_V, model.logit_cap
 
 
 def times(x: Tensor, factor: float) -> Tensor:
@@ -335,6 +380,7 @@ def positions_for(
         one_by_one,
         _temperatures(config, index_BL, dtype),
         None if real_BP is None else real_BP[:, past:total],
+        of_kinds=rotary.of_kinds(index_BL, dtype),
     )
 
 
@@ -359,7 +405,8 @@ def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_
     """Return the Positions of sequences of different lengths; keys before a window are excluded already."""
     _check_dense(config, max(cache.past) + cache.new)
     lengths_BL = cache.lengths_BL if rotary.varies else None
-    cosine, sine = rotary(cache.positions_BL.to(x_BLD.device), x_BLD.dtype, lengths_BL)
+    positions_BL = cache.positions_BL.to(x_BLD.device)
+    cosine, sine = rotary(positions_BL, x_BLD.dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
     masks: dict[int | Chunk | None, Tensor | None] = dict.fromkeys(windows)
     if cache.new > 1:
@@ -367,12 +414,16 @@ def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_
         for window in windows:
             total = past + cache.new - first_seen(past, window)
             masks[window] = attention_mask(None, cache.new, total, window, x_BLD.device)
-    temperature = _temperatures(config, cache.positions_BL.to(x_BLD.device), x_BLD.dtype)
-    return Positions(cosine, sine, False, masks, temperature=temperature)
+    temperature = _temperatures(config, positions_BL, x_BLD.dtype)
+    of_kinds = rotary.of_kinds(positions_BL, x_BLD.dtype)
+    return Positions(cosine, sine, False, masks, temperature=temperature, of_kinds=of_kinds)
 
 
-def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
-    """Return the model's own Routing. `bias_N`: the selection bias of a router that has one (router_bias_tensor)."""
+def own_routing(moe: MoeConfig, bias_N: Tensor | None = None, factors_N: Tensor | None = None) -> Routing:
+    """Return the model's own Routing.
+
+    bias_N: the selection bias of a router that has one (router_bias_tensor). factors_N: those of experts' weights.
+    """
     groups = tuple(tuple(e for e, own in enumerate(moe.groups) if own == group) for group in sorted(set(moe.groups)))
     if moe.scales_inputs:
         return UnweightedTopK(moe.experts_per_token)
@@ -386,6 +437,8 @@ def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
         return BiasedTopK(moe.experts_per_token, bias_N, moe.least_sum)
     if moe.mixer_jitter is not None:
         return SparseMixer(moe.experts_per_token, moe.mixer_jitter)
+    if factors_N is not None:
+        return ScaledTopK(moe.experts_per_token, moe.normalise_top_k, moe.weight_scale, factors_N=factors_N)
     return TopK(moe.experts_per_token, moe.normalise_top_k, moe.weight_scale)
 
 
@@ -401,8 +454,9 @@ def own_routings(config: DecoderConfig, tensor: TensorSource) -> list[Routing]:
 
 
 def _own_routing(config: DecoderConfig, layer: int, moe: MoeConfig, tensor: TensorSource) -> Routing:
-    bias = router_bias_tensor(config.architecture, layer)
-    return own_routing(moe) if bias is None else own_routing(moe, as_tensor(tensor(bias)).flatten())
+    row = config.architecture
+    names = router_bias_tensor(row, layer), weight_scale_tensor(row, layer)
+    return own_routing(moe, *(None if name is None else as_tensor(tensor(name)).flatten() for name in names))
 
 
 class Routed(Protocol):
@@ -456,14 +510,24 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
         as_tensor(tensor(router_tensor(row, layer))),
         experts,
         _own_routing(config, layer, moe, tensor),
-        Expert(*shared) if shared else None,
+        Expert(*shared, swiglu=moe.swiglu) if shared else None,
         None if shared_gate is None else as_tensor(tensor(shared_gate)),
         as_tensor(tensor(gate_hidden_tensor(row, layer))) if moe.gate_network_width else None,
         as_tensor(tensor(router_noise_tensor(row, layer))) if moe.noise_epsilon is not None else None,
         moe.router_in_float32,
         None if logit_bias is None else as_tensor(tensor(logit_bias)),
         moe.scales_inputs,
+        _block_norms(config, layer, tensor) if moe.own_norms else None,
     )
+
+
+def _block_norms(config: DecoderConfig, layer: int, tensor: TensorSource) -> BlockNorms:
+    names = (
+        input_scale_tensor(config.architecture, layer),
+        *(f"model.layers.{layer}.{name}.weight" for name in BLOCK_NORMS),
+    )
+    router, shared, after_shared, after_routed = (frozen_tensor(tensor(name)) for name in names if name is not None)
+    return BlockNorms((router, shared, after_shared, after_routed), config.norm_epsilon)
 
 
 def _norm(config: DecoderConfig, name: str, tensor: TensorSource) -> tuple[nn.Parameter, nn.Parameter | None]:

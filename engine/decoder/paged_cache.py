@@ -20,6 +20,7 @@ from engine.decoder.kv_cache import (
     Kept,
     Scaled,
     States,
+    allocated,
     position_bytes,
     row_of_layers,
     state_bytes,
@@ -54,15 +55,11 @@ class PagedCache:
         self.pool = BlockPool(size // self.block_bytes, block_size, shares=not self._state_bytes)
         self.dtype = dtype
         """Dtype of keys and values."""
-        groups, *sizes = config.cached
         self.rows = row_of_layers(config)
-        shape = (len(config.caching_layers), groups, self.pool.count * block_size)
-        self.keys_GSE, self.values_GSE = (list(torch.zeros((*shape, size), dtype=dtype, device=device)) for size in sizes)
-        """One tensor for each layer with cached positions."""
+        self.stored = allocated(config, (), self.pool.count * block_size, dtype, device)
+        """Keys and values, [G, S, E] for each layer with cached positions."""
         self._states: WeakKeyDictionary[BlockTable, list[States]] = WeakKeyDictionary()
         """States of the sequences whose tables are still referenced."""
-        self.scales = torch.zeros((2, *shape), device=device) if dtype == torch.int8 else None
-        """Scales of keys and of values in 8 bits, [2, layers, G, S]."""
 
     @property
     def bytes(self) -> int:
@@ -87,7 +84,7 @@ class PagedCache:
         if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks == sorted(blocks):
             return slice(blocks[0] * size, blocks[0] * size + end)
         slots = torch.tensor(blocks)[:, None] * size + torch.arange(size)
-        return slots.flatten()[:end].to(self.keys_GSE[0].device)
+        return slots.flatten()[:end].to(self._device)
 
 
 class PagedBatch:
@@ -123,38 +120,41 @@ class PagedBatch:
         size = self.cache.pool.block_size
         places = zip(self._tables, self.positions_BL.tolist(), strict=True)
         slots = [table.blocks[place // size] * size + place % size for table, row in places for place in row]
-        return torch.tensor(slots, device=self.cache.keys_GSE[0].device)
+        return torch.tensor(slots, device=self.cache.stored.keys[0].device)
 
     def addresses(self, layer: int) -> list[int]:
         """Return the addresses of one layer's keys and values, for the compiled kernels."""
         row = self.cache.rows[layer]
-        return [self.cache.keys_GSE[row].data_ptr(), self.cache.values_GSE[row].data_ptr()]
+        return [self.cache.stored.keys[row].data_ptr(), self.cache.stored.values[row].data_ptr()]
+
+    def places(self, layer: int) -> tuple[Any, Any, int]:
+        """Location of the sequences, which is the same in all layers."""
+        return self._places
 
     @cached_property
-    def places(self) -> tuple[Any, Any, int]:
+    def _places(self) -> tuple[Any, Any, int]:
         """Location of the sequences for all layers: blocks int64 [B, M], filled positions int64 [B], and the block size."""
         blocks_BM = np.zeros((len(self._tables), max(len(table.blocks) for table in self._tables)), np.int64)
         for row, table in enumerate(self._tables):
             blocks_BM[row, : len(table.blocks)] = table.blocks
         return blocks_BM, np.array(self.past), self.cache.pool.block_size
 
-    @property
-    def group_stride(self) -> int:
-        """Number of elements from one group to the next."""
-        return int(self.cache.keys_GSE[0].stride(0))
+    def group_stride(self, layer: int) -> int:
+        """Number of elements from one group of a layer to the next."""
+        return int(self.cache.stored.keys[self.cache.rows[layer]].stride(0))
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> None:
         """Write one layer's new positions."""
-        layer = self.cache.rows[layer]
-        targets = self.cache.keys_GSE[layer], self.cache.values_GSE[layer]
+        row, stored = self.cache.rows[layer], self.cache.stored
+        targets = stored.keys[row], stored.values[row]
         for part, (target_GSE, new_BGLE) in enumerate(zip(targets, (keys_BGLE, values_BGLE), strict=True)):
             new_GTE = new_BGLE.transpose(0, 1).flatten(1, 2)
-            if self.cache.scales is None:
+            if stored.scales is None:
                 target_GSE[:, self._new_slots_T] = new_GTE.to(target_GSE.dtype)
             else:
                 integers, scales = to_int8(new_GTE)
                 target_GSE[:, self._new_slots_T] = integers
-                self.cache.scales[part, layer][:, self._new_slots_T] = scales
+                stored.scales[row][part, :, self._new_slots_T] = scales
 
     def state(self, layer: int) -> States:
         """Return the state of a layer after the positions so far, tensors [B, ...]."""
@@ -171,11 +171,11 @@ class PagedBatch:
 
     def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Kept, Kept]:
         """Return keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""
-        layer = self.cache.rows[layer]
+        layer, stored = self.cache.rows[layer], self.cache.stored
         slots = self._slots[row]
         place = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
-        key, value = self.cache.keys_GSE[layer][None, :, place], self.cache.values_GSE[layer][None, :, place]
-        if self.cache.scales is None:
+        key, value = stored.keys[layer][None, :, place], stored.values[layer][None, :, place]
+        if stored.scales is None:
             return key, value
-        key_scales, value_scales = self.cache.scales[:, layer][:, None, :, place]
+        key_scales, value_scales = stored.scales[layer][:, None, :, place]
         return Scaled(key, key_scales), Scaled(value, value_scales)

@@ -15,14 +15,17 @@ from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.decoder.short_convolution import ShortConvolution
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import (
+    BLOCK_NORMS,
     LATENT_UP,
     LIGHTNING,
+    OUTPUT_NORMS,
     SHORT_CONVOLUTION,
     attention_prefix,
     dense_tensor,
     expert_parts,
     expert_tensor,
     gate_hidden_tensor,
+    input_scale_tensor,
     logit_bias_tensor,
     router_noise_tensor,
     router_tensor,
@@ -64,6 +67,8 @@ def layer_weights(config: DecoderConfig, index: int, layer: DecoderLayer) -> Ite
     yield from ((f"{own}.{name}", weight) for name, weight in _attention(layer.attention))
     norm = layer.feed_forward_norm, layer.feed_forward_norm_bias
     yield from _named(f"{prefix}.post_attention_layernorm", *norm).items()
+    if layer.output_norms is not None:
+        yield from zip((f"{prefix}.{name}.weight" for name in OUTPUT_NORMS), layer.output_norms, strict=True)
     yield from _feed_forward(config, index, layer)
 
 
@@ -140,6 +145,9 @@ def _feed_forward(config: DecoderConfig, index: int, layer: DecoderLayer) -> Ite
             yield router_noise_tensor(row, index), block.noise_ND
         if block.logit_bias_N is not None and (bias := logit_bias_tensor(row, index)) is not None:
             yield bias, block.logit_bias_N
+        if block.own_norms is not None:
+            own = (f"model.layers.{index}.{name}.weight" for name in BLOCK_NORMS)
+            yield from zip((input_scale_tensor(row, index), *own), block.own_norms.weights, strict=True)
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
             names = (expert_tensor(row, index, number, p) for p in expert_parts(row))

@@ -16,7 +16,7 @@ groups of experts, M experts of one group, B sequences, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -75,6 +75,22 @@ class TopK:
         if self.normalise:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return Selection(experts_TK, weights_TK if self.scale == 1.0 else weights_TK * self.scale)
+
+
+@dataclass(frozen=True)
+class ScaledTopK(TopK):
+    """The plain top-k rule, after which the weight of each expert is multiplied by the expert's own factor.
+
+    Slots are sorted by weight, largest first.
+    """
+
+    factors_N: Tensor = field(kw_only=True)
+    """[N], one for each expert."""
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        experts_TK, weights_TK = super().__call__(logits_TN)
+        weights_TK, order_TK = (weights_TK * self.factors_N[experts_TK]).sort(dim=-1, descending=True, stable=True)
+        return Selection(experts_TK.gather(-1, order_TK), weights_TK)
 
 
 @dataclass(frozen=True)
@@ -275,8 +291,8 @@ class Masked:
 class AllExperts:
     """Every expert for every token, weighted by the softmax over all of them (Every Expert Matters, "ALL")."""
 
-    scale: float = 1.0
-    """Factor of the routed weights in the model (TopK.scale), with which its blocks were trained."""
+    scale: float | Tensor = 1.0
+    """Factor of the routed weights in the model (`factor_of`), with which its blocks were trained; [N] for one each."""
     gate: Gate = softmax
     """`sigmoid_shares` for routers with sigmoid scores, which the paper does not cover."""
 
@@ -296,7 +312,7 @@ class SampledExperts:
     probability: float
     generator: torch.Generator
     per_token: bool = False
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
     """As in AllExperts."""
     real_T: Tensor | None = None
     """bool [T], the tokens whose mean distribution a shared draw uses; None for all tokens."""
@@ -315,7 +331,14 @@ class SampledExperts:
         sampled_TS = sampled_from.to(place).multinomial(count, generator=self.generator).expand(tokens, count)
         largest_TS = probabilities_TN.topk(count, dim=-1).indices
         experts_TS = torch.where(drawn.to(logits_TN.device), sampled_TS.to(logits_TN.device), largest_TS)
-        return Selection(experts_TS, self.scale * self.gate(logits_TN.gather(-1, experts_TS)))
+        scale = self.scale[experts_TS] if isinstance(self.scale, Tensor) else self.scale
+        return Selection(experts_TS, scale * self.gate(logits_TN.gather(-1, experts_TS)))
+
+
+def factor_of(own: Routing) -> float | Tensor:
+    """Return the factor by which a model's own Routing multiplies weights; [N] if each expert has one of its own."""
+    scale: float = getattr(own, "scale", 1.0)
+    return scale * own.factors_N if isinstance(own, ScaledTopK) else scale
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def skipping_routings(
             gamma1_J.to(device),
             gamma2_NN.to(device),
             threshold,
-            moe.normalise_top_k,
+            moe.restores_sum,
             minimum_experts,
             own_1,
         )

@@ -198,7 +198,7 @@ def _pays(block: MoeBlock, tokens: int, is_timed: bool) -> bool:
     like = block.router_ND
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(tokens, block.hidden_size, generator=generator).to(like.device, like.dtype)
-    logits_TN = block.logits(x_TD)
+    logits_TN = block.logits(x_TD, hidden_TD=x_TD)
     selection, scales_TN = select(block.routing, x_TD, logits_TN), block.input_scales(logits_TN)
     scales_TS = None if scales_TN is None else scales_TN.gather(1, selection.experts.clamp_min(0))
     kernels = TritonExperts()

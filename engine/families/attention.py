@@ -12,6 +12,7 @@ from engine.families.layer_config import (
     GatedDeltaConfig,
     IndexerConfig,
     LatentConfig,
+    LayerHeads,
     LightningConfig,
     LinearConfig,
     ShortConvolutionConfig,
@@ -26,10 +27,18 @@ CONVOLUTION, INDEXED = "conv", "indexed_attention"
 
 
 class Heads(NamedTuple):
-    """Dimensions of a head's query and key, and the sizes of latent attention if they are made from latent vectors."""
+    """Dimensions of a head's query and key, the number of heads of keys and values, and the sizes of latent attention if
+    they are made from latent vectors."""
 
     size: int
+    groups: int
     latent: LatentConfig | None = None
+
+
+def _set_head_dimension(family: Any, size: int) -> None:
+    """Replace a head_dim of None, which transformers' initializers of rotary embeddings take for a number."""
+    if getattr(family, "head_dim", 0) is None:
+        family.head_dim = size
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,8 @@ class GroupedQuery:
     """Whether each head has an attention sink: a learned score that takes a share of the softmax and adds nothing."""
     has_output_gate: ClassVar[bool] = False
     """Whether the projection of queries also gives a gate, whose sigmoid multiplies the heads' outputs."""
+    has_value_norm: ClassVar[bool] = False
+    """Whether values are divided by their root mean square, head by head."""
     qk_norm: str = "none"
     """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
     qkv_bias: bool | str = False
@@ -107,6 +118,7 @@ class GroupedQuery:
 
     def heads(self, config: Mapping[str, Any], family: Any, hidden: int, count: int) -> Heads:
         """Return a head's sizes. Raises CheckpointError for sizes that do not divide, which shapes alone would not show."""
+        _set_head_dimension(family, hidden // count)
         groups, size = positive(family, "num_key_value_heads"), getattr(family, "head_dim", None) or hidden // count
         if count % groups:
             raise CheckpointError(f"config.json: {count} attention heads cannot share {groups} key-value heads evenly")
@@ -114,7 +126,11 @@ class GroupedQuery:
             raise CheckpointError(f"config.json: hidden_size {hidden} is not divisible by {count} attention heads")
         if size < 2 or size % 2:
             raise CheckpointError(f"config.json: a head has {size} dimensions; rotary positions need an even number")
-        return Heads(size)
+        return Heads(size, groups)
+
+    def of_layer(self, family: Any, index: int) -> LayerHeads | None:
+        """Return the sizes of a layer's attention, or None if all layers have those of `heads`."""
+        return None
 
     def norm(self, family: Any) -> str:
         """Return the kind of norm of queries and keys, as in `qk_norm`."""
@@ -166,6 +182,57 @@ class OptionallyNormed(GroupedQuery):
     def norm(self, family: Any) -> str:
         """Return the kind of norm, or "none"."""
         return self.qk_norm if getattr(family, self.normed, False) else "none"
+
+
+@dataclass(frozen=True)
+class HeadsByLayer(GroupedQuery):
+    """Grouped-query attention with normed values, whose heads differ in size and number between the kinds of layers."""
+
+    has_value_norm: ClassVar[bool] = True
+    own: str = "per_layer_config"
+    """Attribute of transformers' config with the settings of each layer, also a key of config.json."""
+    shares_projection: str = "attention_k_eq_v"
+    """Config key of the flag for layers of full attention whose values are made from the projection of keys."""
+    shared_layers: str = "num_kv_shared_layers"
+    """Config key of the number of layers that attend to keys and values of other layers, which the engine does not have."""
+    further_inputs: str = "hidden_size_per_layer_input"
+    """Config key of the size of embeddings that every layer is given, which the engine does not have."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that the part reads."""
+        return (*super().reads, self.own, "global_head_dim", "num_global_key_value_heads")
+
+    def lacking(self, family: Any) -> Iterator[str]:
+        """Yield the settings that cannot be honored."""
+        yield from super().lacking(family)
+        if not set(own := family.layer_types or ()) <= {SLIDING, FULL}:
+            yield f"layer_types={sorted(set(own))}"
+        if family.use_bidirectional_attention not in (None, "vision"):  # the latter is among the tokens of an image
+            yield f"use_bidirectional_attention={family.use_bidirectional_attention!r}"
+        settings = set(family.per_layer_attributes or ()) - {"head_dim", "num_key_value_heads"}
+        settings |= {"skip" for each in getattr(family, self.own) if getattr(each, "skip", None)}
+        yield from (f"{key} in {self.own}" for key in sorted(settings))
+        if len({(family.layer_types[index], self.of_layer(family, index)) for index in range(len(own))}) > len(set(own)):
+            yield f"{self.own} with different heads in layers of one kind"
+        yield from (f"{key}={value}" for key in (self.shared_layers, self.further_inputs) if (value := getattr(family, key)))
+
+    def heads(self, config: Mapping[str, Any], family: Any, hidden: int, count: int) -> Heads:
+        """Return the sizes of the first layer."""
+        first = self.of_layer(family, 0)
+        return Heads(first.size, first.groups)
+
+    def of_layer(self, family: Any, index: int) -> LayerHeads:
+        """Return the sizes of a layer's attention. Raises CheckpointError for sizes that do not divide."""
+        own, count = getattr(family, self.own)[index], positive(family, "num_attention_heads")
+        groups, size = positive(own, "num_key_value_heads"), positive(own, "head_dim")
+        if count % groups or size % 2:
+            raise CheckpointError(
+                f"config.json: layer {index} has {count} heads of {size} dimensions and {groups} key-value heads; heads "
+                "need an even number of dimensions, and key-value heads an equal number of heads each"
+            )
+        shares = bool(getattr(family, self.shares_projection)) and of_layer(family, "layer_types", index) == FULL
+        return LayerHeads(groups, size, shares)
 
 
 @dataclass(frozen=True)
@@ -261,6 +328,7 @@ class Latent(GroupedQuery):
 
     def heads(self, config: Mapping[str, Any], family: Any, hidden: int, count: int) -> Heads:
         """Return a head's sizes. Raises CheckpointError if heads share keys or an odd number of dimensions is rotated."""
+        _set_head_dimension(family, hidden // count)
         latent = LatentConfig(
             query_rank=natural(family, "q_lora_rank"),
             key_value_rank=positive(family, "kv_lora_rank"),
@@ -274,7 +342,7 @@ class Latent(GroupedQuery):
                 f"config.json: latent attention of {count} heads has num_key_value_heads {groups} and rotates "
                 f"{latent.rotary_dimension} dimensions; it needs as many of the one as of the other, and an even number"
             )
-        return Heads(latent.plain_dimension + latent.rotary_dimension, latent)
+        return Heads(latent.plain_dimension + latent.rotary_dimension, groups, latent)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.families.architecture import Architecture
-from engine.families.layer_config import LatentConfig, LayerConfig, LinearConfig, Multipliers, Temperature
+from engine.families.layer_config import LatentConfig, LayerConfig, LayerHeads, LinearConfig, Multipliers, Temperature
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class DecoderConfig:
     """Whether the short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
     transformers_config: Any = field(repr=False, compare=False)
     """The family's transformers config, which rotary embeddings are initialized from."""
+    value_norm: bool = False
+    """Whether values are divided by their root mean square, head by head."""
+    output_norms: bool = False
+    """Whether a layer's output is s · (x + norm(f(x))) for attention and feed-forward block (residual.SandwichResidual)."""
+    logit_cap: float | None = None
+    """c, if logits l become c · tanh(l / c); None if they stay as they are."""
 
     @property
     def why_no_more(self) -> str:
@@ -74,6 +80,20 @@ class DecoderConfig:
         if self.latent is None:
             return self.key_value_heads, self.head_dimension, self.head_dimension
         return 1, self.latent.key_value_rank, self.latent.rotary_dimension
+
+    def heads_of(self, layer: int) -> LayerHeads:
+        """Return the sizes of a layer's grouped-query attention."""
+        return self.layers[layer].heads or LayerHeads(self.key_value_heads, self.head_dimension)
+
+    def cached_by(self, layer: int) -> tuple[int, int, int]:
+        """Return `cached` of one layer."""
+        heads = self.layers[layer].heads
+        return self.cached if heads is None else (heads.groups, heads.size, heads.size)
+
+    @property
+    def rotary_kinds(self) -> dict[str, int]:
+        """Rotated dimensions of each kind of layer; empty where all layers share their rotary parameters."""
+        return {layer.kind: self.heads_of(index).size for index, layer in enumerate(self.layers) if layer.kind is not None}
 
     @property
     def caching_layers(self) -> tuple[int, ...]:

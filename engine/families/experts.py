@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
-from engine.families.layer_config import ClampedSwiglu
+from engine.families.layer_config import Activation, ClampedSwiglu, GatedGelu
 from engine.families.values import above_zero, keys, natural, number, positive
 from engine.files.json_file import shown
 
@@ -30,6 +30,11 @@ class Stack:
     """Whether the outputs of several projections alternate."""
 
 
+def plain_stacks() -> tuple[Stack, ...]:
+    """Return `experts.gate_up_proj` and `experts.down_proj`, [experts, outputs, inputs]."""
+    return Stack("experts.gate_up_proj", (GATE, UP)), Stack("experts.down_proj", (DOWN,))
+
+
 def transposed_stacks(interleaved: bool = False, biases: bool = False) -> tuple[Stack, ...]:
     """Return `experts.gate_up_proj` and `experts.down_proj`, [experts, inputs, outputs], and their biases."""
     gate_up = Stack("experts.gate_up_proj", (GATE, UP), transposed=True, interleaved=interleaved)
@@ -43,7 +48,7 @@ class ExpertNames:
     """Names of the tensors of experts."""
 
     block: str = "mlp"
-    """Name on disk of the MoE block within the layer."""
+    """Name on disk of the MoE block within the layer; empty if its parts are modules of the layer itself."""
     projections: tuple[str, str, str] = PROJECTIONS
     """Names of the gate, up and down projections."""
     expert: str = "experts.{expert}.{projection}.weight"
@@ -58,6 +63,10 @@ class ExpertNames:
         """Indices of the tensors of an expert, with biases if a stack holds some."""
         has_biases = any(GATE_BIAS in stack.projections for stack in self.stacks)
         return range(DOWN_BIAS + 1 if has_biases else DOWN + 1)
+
+
+NAMES_OF_LAYER = ExpertNames("", stacks=plain_stacks(), modules=("", "router"))
+"""Names where stacked experts and the router are modules of the layer itself."""
 
 
 def renamed(norms: tuple[str, str, str], head_norm: str, ffn: ExpertNames) -> dict[str, str]:
@@ -96,7 +105,7 @@ class Experts:
         """Return the number of hidden units of each of a layer's experts by the family's own keys."""
         return self.declared_width(family)
 
-    def activation(self, family: Any) -> ClampedSwiglu | None:
+    def activation(self, family: Any) -> Activation | None:
         """Return the activation between an expert's projections, or None for silu(g) · u."""
         return None
 
@@ -116,6 +125,15 @@ class ClampedExperts(Experts):
     def activation(self, family: Any) -> ClampedSwiglu | None:
         """Return the config's α and limit. Raises CheckpointError if they are not numbers, or if the limit is 0."""
         return ClampedSwiglu(number(self.alpha, getattr(family, self.alpha)), above_zero(family, self.limit))
+
+
+@dataclass(frozen=True)
+class GeluExperts(Experts):
+    """Experts with gelu in the place of silu, also the shared one."""
+
+    def activation(self, family: Any) -> GatedGelu:
+        """Return gelu(g) · u."""
+        return GatedGelu()
 
 
 @dataclass(frozen=True)

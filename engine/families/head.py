@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.families.values import natural
+from engine.families.values import above_zero, natural
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,12 @@ class Head:
 
     bias: bool | str = False
     """True, False, or the config key of the flag."""
+    cap: str | None = None
+    """Config key of c, if logits l become c · tanh(l / c); they stay as they are if the config has no c."""
+
+    def logit_cap(self, family: Any) -> float | None:
+        """Return c, or None. Raises CheckpointError unless it is a positive number."""
+        return None if self.cap is None or getattr(family, self.cap) is None else above_zero(family, self.cap)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 
@@ -18,6 +19,21 @@ class ClampedSwiglu:
 
     alpha: float
     limit: float
+
+
+@dataclass(frozen=True)
+class GatedGelu:
+    """gelu(g) · u in the place of silu(g) · u, with the tanh approximation of gelu (arXiv 1606.08415, §2).
+
+    gelu(g) = g · σ(alpha · (g + 0.044715·g³)). The kernels know the function by its limit, which is below 0.
+    """
+
+    alpha: ClassVar[float] = 2.0 * math.sqrt(2.0 / math.pi)
+    limit: ClassVar[float] = -1.0
+
+
+Activation = ClampedSwiglu | GatedGelu
+"""A function of g and u between the projections of an expert."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +62,12 @@ class MoeConfig:
     """Number that is added to the sum of sigmoids by which they are divided."""
     least_sum: float = 0.0
     """Minimum divisor of probabilities that are chosen with a bias."""
-    swiglu: ClampedSwiglu | None = None
-    """The activation between an expert's projections; None for silu(g) · u."""
+    swiglu: Activation | None = None
+    """The activation between the projections of each expert, also of a shared one; None for silu(g) · u."""
+    scales_weights: bool = False
+    """Whether each expert has a factor, by which its weight is multiplied after all weights were normalized."""
+    own_norms: bool = False
+    """Whether the router, the routed experts and the shared expert each have norms of their own."""
     mixer_jitter: float | None = None
     """ε of sparsemixer; None if experts are chosen together."""
     gate_network_width: int = 0
@@ -56,6 +76,11 @@ class MoeConfig:
     """Minimum deviation of noisy top-k; None if the router has no noise."""
     expert_widths: tuple[int, ...] = ()
     """Number of hidden units of each expert; empty if all experts have `expert_width`."""
+
+    @property
+    def restores_sum(self) -> bool:
+        """Whether the weights that skipping leaves are rescaled to the sum of all of them: if all tokens have one sum."""
+        return self.normalise_top_k and not self.scales_weights
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -217,6 +242,17 @@ class Temperature:
     slope: float
 
 
+class LayerHeads(NamedTuple):
+    """Sizes of a layer's attention."""
+
+    groups: int
+    """Number of heads of keys and values."""
+    size: int
+    """Dimensions of a head's query, key and value."""
+    shares_projection: bool = False
+    """Whether values are made from the projection of keys, before it is normed and rotated."""
+
+
 class Residual(NamedTuple):
     """alpha · norm(x) + beta · f(norm(x)), in the place of x + f(norm(x))."""
 
@@ -235,6 +271,8 @@ class Multipliers:
     """Factor of the outputs of attention and feed-forward blocks."""
     logits: float = 1.0
     """Divisor of the logits."""
+    rounds_embedding: bool = field(default=False, kw_only=True)
+    """Whether the factor of embeddings is rounded to the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -254,3 +292,7 @@ class LayerConfig:
     """The rule of the attention and the rule of the feed-forward block; None for x + f(norm(x))."""
     indexer: IndexerConfig | None = None
     """Sizes of the indexer of sparse attention; None if the layer has none."""
+    heads: LayerHeads | None = None
+    """Sizes of the layer's attention where they differ between layers; None for those of the whole model."""
+    kind: str | None = None
+    """The kind of layer, where each kind has rotary parameters of its own; None where all layers share them."""

@@ -7,7 +7,18 @@ from typing import Any, ClassVar
 
 from engine.errors import CheckpointError
 from engine.families.layer_config import Multipliers, Residual
-from engine.families.values import number
+from engine.families.values import number, positive
+
+SANDWICH_NAMES = {
+    "post_attention_layernorm": "pre_feedforward_layernorm_2",
+    "attention_output_norm": "post_attention_layernorm",
+    "feed_forward_output_norm": "post_feedforward_layernorm",
+    "shared_input_norm": "pre_feedforward_layernorm",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+    "routed_output_norm": "post_feedforward_layernorm_2",
+}
+"""Names on disk of norms around every part of a layer, by the engine's names. The engine's norm before a feed-forward block
+is the one before the routed experts."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,10 @@ class ZeroCenteredNorms(RootMeanSquareNorms):
 class PlainResidual:
     """x + f(norm(x))."""
 
+    has_output_norms: ClassVar[bool] = False
+    """Whether the outputs of attention and of the feed-forward block are normed before they are added, and a number of
+    each layer multiplies its output."""
+
     def multipliers(self, family: Any) -> Multipliers:
         """Return the factors that the model was trained with."""
         return Multipliers()
@@ -65,6 +80,17 @@ class ScaledResidual(PlainResidual):
         if not all(values):
             raise CheckpointError(f"config.json: {', '.join(keys)} are {values}; they must be positive numbers")
         return Multipliers(*values)
+
+
+@dataclass(frozen=True)
+class SandwichResidual(PlainResidual):
+    """(x + norm'(f(norm(x)))) · s with a number s of each layer; embeddings times √D, and scores that are not scaled."""
+
+    has_output_norms: ClassVar[bool] = True
+
+    def multipliers(self, family: Any) -> Multipliers:
+        """Return √D as the factor of embeddings, and 1 as that of scores."""
+        return Multipliers(positive(family, "hidden_size") ** 0.5, rounds_embedding=True, attention=1.0)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,6 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     counts = experts_per_layer(row, config, family)
     count = positive(family, "num_attention_heads")
     hidden = positive(family, "hidden_size")
-    if getattr(family, "head_dim", 0) is None:
-        family.head_dim = hidden // count  # transformers' initializers of rotary embeddings take None for a number
     heads = row.attention.heads(config, family, hidden, count)
     positions, dense_positions = positive(family, "max_position_embeddings"), row.attention.dense_positions(family)
     rotated = heads.latent.rotary_dimension if heads.latent else row.rotation.dimension(family, heads.size)
@@ -90,7 +88,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         vocabulary_size=positive(family, "vocab_size"),
         hidden_size=hidden,
         attention_heads=count,
-        key_value_heads=positive(family, "num_key_value_heads"),
+        key_value_heads=heads.groups,
         head_dimension=heads.size,
         rotary_dimension=rotated,
         rotary_pairs=flag(row.rotation.pairs, family),
@@ -114,6 +112,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         zero_centered=row.norms.zero_centered,
         rope_mscales=row.rotation.has_mscales,
         transformers_config=family,
+        value_norm=row.attention.has_value_norm,
+        output_norms=row.residual.has_output_norms,
+        logit_cap=row.head.logit_cap(family),
     )
 
 
@@ -147,7 +148,8 @@ def _layer_config(
     if moe is None and row.count_keys:
         dense_width = block_config_dense_width(config.get("block_configs"), index, dense_width)
     indexer = row.attention.indexer(family, index)
-    return LayerConfig(window, moe, dense_width, rotates, unit_norm, linear, residuals, indexer)
+    own = row.attention.of_layer(family, index), row.rotation.kind(family, index)
+    return LayerConfig(window, moe, dense_width, rotates, unit_norm, linear, residuals, indexer, *own)
 
 
 def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> MoeConfig:

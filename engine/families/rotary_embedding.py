@@ -21,10 +21,16 @@ class Rotary:
     `dynamic` and `longrope` depend on the longest sequence of the call, so their frequencies are chosen per forward.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, kind: str | None = None) -> None:
+        """kind: that of the layers, where each kind has parameters of its own; by default, the first one."""
+        kinds = config.rotary_kinds
+        self._of_kinds = {} if kind is not None else {own: Rotary(config, own) for own in kinds}
+        self._layers = kind or next(iter(kinds), None)
         self._config = config.transformers_config
-        self._dimension = config.rotary_dimension
+        self._dimension = config.rotary_dimension if self._layers is None else kinds[self._layers]
         parameters = self._config.rope_parameters
+        if self._layers is not None:
+            self._config, parameters = self._config.per_layer_config[self._layers], parameters[self._layers]
         self.kind: str = parameters.get("rope_type", "default")
         self.varies = self.kind in ("dynamic", "longrope")
         """Whether frequencies depend on the length of the text."""
@@ -44,7 +50,9 @@ class Rotary:
         """Return the initial frequencies and factor. Raises CheckpointError for parameters that give no frequencies."""
         try:
             frequencies, scaling = self._initialise(length)
-            usable = frequencies.shape == (self._dimension // 2,) and bool((frequencies > 0).all())
+            # The last dimensions are not rotated if a proportion of them is.
+            turned = frequencies if self.kind != "proportional" else frequencies[:1]
+            usable = frequencies.shape == (self._dimension // 2,) and bool((turned > 0).all())
             if not usable or not torch.isfinite(frequencies * scaling).all():
                 raise ValueError("the frequencies are not positive numbers, one for each pair of dimensions")
         except Exception as error:  # transformers computes with any values that it finds there
@@ -59,7 +67,8 @@ class Rotary:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         initialise: Callable[..., Any] = ROPE_INIT_FUNCTIONS[self.kind]
-        frequencies, scaling = initialise(self._config, torch.device("cpu"), seq_len=length)
+        own = {} if self._layers is None else {"layer_type": self._layers}
+        frequencies, scaling = initialise(self._config, torch.device("cpu"), seq_len=length, **own)
         return frequencies, scaling
 
     @property
@@ -90,6 +99,10 @@ class Rotary:
             other_cosine, other_sine = self._turns(positions_BL, dtype, scale)
             cosine, sine = torch.where(here, other_cosine, cosine), torch.where(here, other_sine, sine)
         return cosine, sine
+
+    def of_kinds(self, positions_BL: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return cosines and sines by kind of layer; empty where all layers share them."""
+        return {kind: rotary(positions_BL, dtype) for kind, rotary in self._of_kinds.items()}
 
     def _turns(self, positions_BL: Tensor, dtype: torch.dtype, scale: int) -> tuple[Tensor, Tensor]:
         frequencies, scaling = self._frequencies, self._scaling

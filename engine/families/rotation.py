@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from engine.errors import CheckpointError
 from engine.families.layer_config import Temperature
 from engine.families.values import above_zero, keys, natural, number, of_layer
+from engine.files.json_file import shown
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -49,6 +50,10 @@ class Rotation:
     def of_layer(self, family: Any, index: int) -> tuple[bool, bool]:
         """Return whether a layer rotates, and whether rotated queries and keys are divided by their root mean square."""
         return True, False
+
+    def kind(self, family: Any, index: int) -> str | None:
+        """Return the kind of a layer, where each kind has parameters of its own; None where all layers share them."""
+        return None
 
     def temperature(self, family: Any) -> Temperature | None:
         """Return how queries of layers that do not rotate grow with their position; None if they do not grow."""
@@ -100,6 +105,27 @@ class LongRotation(Rotation):
 
     has_mscales: ClassVar[bool] = True
     types: tuple[str, ...] = ("default", "longrope")
+
+
+@dataclass(frozen=True)
+class RotationByKind(Rotation):
+    """Each kind of layer in `layer_types` has parameters of its own."""
+
+    types: tuple[str, ...] = ("default", "proportional", "linear")
+
+    def lacking(self, family: Any) -> Iterator[str]:
+        """Yield the settings of the config that cannot be honored."""
+        rope = family.rope_parameters
+        for kind in sorted(set(family.layer_types)):
+            own = rope.get(kind) if isinstance(rope, dict) else None
+            if not isinstance(own, dict) or own.get("rope_type", "default") not in self.types:
+                yield f"rope_parameters[{kind!r}]={shown(own)}"
+            elif own.get("rope_type") != "proportional" and own.get("partial_rotary_factor", 1.0) != 1.0:
+                yield f"rope_parameters[{kind!r}] with partial_rotary_factor={shown(own['partial_rotary_factor'])}"
+
+    def kind(self, family: Any, index: int) -> str:
+        """Return the layer's entry in `layer_types`."""
+        return str(of_layer(family, "layer_types", index))
 
 
 @dataclass(frozen=True)

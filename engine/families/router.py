@@ -31,6 +31,10 @@ class RouterNames(NamedTuple):
     """W1 [hidden units, D] of a gate network."""
     noise: str | None = None
     """W_noise [experts, D] of noisy top-k."""
+    input_scale: str | None = None
+    """The weight [D] of the norm of the router's input, which is then the hidden state itself."""
+    weight_scale: str | None = None
+    """One number for each expert, by which its weight is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,30 @@ class InputScaling(SigmoidTopK):
     def layer(self, config: Mapping[str, Any], family: Any, index: int, experts: int, width: int) -> MoeConfig:
         """Return the config of a layer with so many experts of this width and this router."""
         return replace(super().layer(config, family, index, experts, width), scales_inputs=True)
+
+
+@dataclass(frozen=True)
+class NormedInput(TopK):
+    """The router has a norm of its own, and each expert a factor by which its normalized weight is multiplied.
+
+    The shared expert has norms of its own too, and so have the routed experts.
+    """
+
+    weight: str = "router.proj.weight"
+    per_token: tuple[str, ...] = ("top_k_experts",)
+    normalized: bool = True
+    input_scale: str = "router.scale"
+    weight_scale: str = "router.per_expert_scale"
+
+    @property
+    def names(self) -> RouterNames:
+        """Names of the router's tensors within the block."""
+        return super().names._replace(input_scale=self.input_scale, weight_scale=self.weight_scale)
+
+    def layer(self, config: Mapping[str, Any], family: Any, index: int, experts: int, width: int) -> MoeConfig:
+        """Return the config of a layer with so many experts of this width and this router."""
+        made = super().layer(config, family, index, experts, width)
+        return replace(made, scales_weights=True, own_norms=True)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from engine.families.attention import (
     GatedDelta,
     GroupedQuery,
     GroupedQueryWithSinks,
+    HeadsByLayer,
     Latent,
     Lightning,
     OptionallyNormed,
@@ -29,11 +30,13 @@ from engine.families.attention import (
 from engine.families.experts import (
     DOWN,
     GATE,
+    NAMES_OF_LAYER,
     PROJECTIONS,
     UP,
     ClampedExperts,
     ExpertNames,
     Experts,
+    GeluExperts,
     PartitionedExperts,
     SharedExpert,
     SharedExperts,
@@ -51,14 +54,30 @@ from engine.families.layer_pattern import (
     ListedLayers,
     SparseStep,
 )
-from engine.families.residual import LayerNorms, NormResidual, RootMeanSquareNorms, ScaledResidual, ZeroCenteredNorms
-from engine.families.rotation import CountedRotation, LongRotation, PartialRotation, Rotation, SomeLayersRotate
+from engine.families.residual import (
+    SANDWICH_NAMES,
+    LayerNorms,
+    NormResidual,
+    RootMeanSquareNorms,
+    SandwichResidual,
+    ScaledResidual,
+    ZeroCenteredNorms,
+)
+from engine.families.rotation import (
+    CountedRotation,
+    LongRotation,
+    PartialRotation,
+    Rotation,
+    RotationByKind,
+    SomeLayersRotate,
+)
 from engine.families.router import (
     BiasedLogits,
     GateNetwork,
     Groups,
     InputScaling,
     LeastSum,
+    NormedInput,
     SigmoidTopK,
     SparseMixer,
     TopK,
@@ -372,6 +391,21 @@ _ROWS = (
         disk_names={f"mlp.{name}": f"feed_forward.{name}" for name in PROJECTIONS},
         not_dense="the inputs of its experts are scaled by the router, token by token, which no FFN does",
         not_onnx="its chunked attention and experts whose inputs the router scales have no form in our graphs",
+    ),
+    Architecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        attention=HeadsByLayer("head", qkv_bias="attention_bias", output_bias="attention_bias", window=SlidingLayers()),
+        rotation=RotationByKind(),
+        router=NormedInput(),
+        experts=GeluExperts(("num_experts",), width="moe_intermediate_size", names=NAMES_OF_LAYER),
+        shared=SharedExpert("mlp", width="intermediate_size"),
+        residual=SandwichResidual(),
+        head=Head(cap="final_logit_softcapping"),
+        settings=only(hidden_activation="gelu_pytorch_tanh", enable_moe_block=True),
+        disk_names=SANDWICH_NAMES,
+        not_dense="its experts and the FFN beside them have norms of their own, which one FFN has not",
+        not_onnx="its heads differ between layers and its experts have norms of their own, which our graphs cannot have",
     ),
     Architecture(
         "gpt_oss",

@@ -36,6 +36,13 @@ NEVER_ROUNDED = (
 strengths and decays, and those of an indexer."""
 SHORT_CONVOLUTION = ("in_proj.weight", "conv.weight", "out_proj.weight")
 """The tensors of a short convolution: both gates and the input together, the filters, and the output."""
+OUTPUT_NORMS = ("attention_output_norm", "feed_forward_output_norm")
+"""The engine's names of the norms of what is added to the hidden state."""
+LAYER_SCALAR = "layer_scalar"
+"""The number by which a layer's output is multiplied, beside these norms."""
+BLOCK_NORMS = ("shared_input_norm", "shared_output_norm", "routed_output_norm")
+"""The engine's names of the norms around the shared expert and after the routed experts, where these have norms of their
+own. The norm before the routed experts has the usual name."""
 _DECAYS = ("dt_bias", "A_log")
 _DENSE_DOWN = f"mlp.{PROJECTIONS[DOWN]}"
 _WITHIN_LAYER = re.compile(r"(model\.layers\.\d+\.|)(.+)\.(\w+)")
@@ -54,7 +61,7 @@ def attention_prefix(config: DecoderConfig, layer: int) -> str:
 
 def block_prefix(row: Architecture, layer: int) -> str:
     """Return the prefix of a layer's MoE block."""
-    return f"model.layers.{layer}.{row.experts.names.block}"
+    return f"model.layers.{layer}.{row.experts.names.block}".removesuffix(".")
 
 
 def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -> str:
@@ -94,7 +101,7 @@ def dense_down_name(row: Architecture) -> str:
 def shared_module(row: Architecture) -> str:
     """Return transformers' name, within a layer, of the shared expert; a name that is never read if there is none."""
     if row.shared is None or not row.shared.stacks:
-        return f"{row.modules[0]}.{'shared_expert' if row.shared is None else row.shared.name}"
+        return f"{row.modules[0]}.{'shared_expert' if row.shared is None else row.shared.name}".removeprefix(".")
     return row.shared.stacks[0].name.split(".")[0]
 
 
@@ -140,6 +147,16 @@ def logit_bias_tensor(row: Architecture, layer: int) -> str | None:
 def router_bias_tensor(row: Architecture, layer: int) -> str | None:
     """Return the name on disk of the choice bias, which is added to a layer's scores [experts]; None if there is none."""
     return _in_block(row, layer, row.router.names.choice_bias)
+
+
+def input_scale_tensor(row: Architecture, layer: int) -> str | None:
+    """Return the name on disk of the weight of the norm of a router's input [hidden]; None if there is none."""
+    return _in_block(row, layer, row.router.names.input_scale)
+
+
+def weight_scale_tensor(row: Architecture, layer: int) -> str | None:
+    """Return the name on disk of the factors of experts' weights [experts]; None if there are none."""
+    return _in_block(row, layer, row.router.names.weight_scale)
 
 
 def is_router_bias(row: Architecture, name: str) -> bool:
@@ -198,7 +215,7 @@ def shared_stacks(row: Architecture, layer: int) -> tuple[Stack, ...]:
 
 def stacks_in_memory(row: Architecture, layer: int) -> tuple[Stack, ...]:
     """Return the stacks of experts that transformers 5 has in memory, and can write. Some families have them on disk too."""
-    block = f"model.layers.{layer}.{row.modules[0]}.experts"
+    block = ".".join(part for part in (f"model.layers.{layer}", row.modules[0], "experts") if part)
     stacks = Stack(f"{block}.gate_up_proj", (GATE, UP)), Stack(f"{block}.down_proj", (DOWN,))
     on_disk = stacks_on_disk(row, layer)
     return on_disk if {stack.name for stack in stacks} <= {stack.name for stack in on_disk} else stacks
@@ -206,7 +223,12 @@ def stacks_in_memory(row: Architecture, layer: int) -> tuple[Stack, ...]:
 
 def router_in_memory(row: Architecture, layer: int) -> str:
     """Return the router's name beside these stacks."""
-    return f"model.layers.{layer}.{'.'.join(row.modules)}.weight"
+    return f"model.layers.{layer}.{router_module(row)}.weight"
+
+
+def router_module(row: Architecture) -> str:
+    """Return transformers' name, within a layer, of the router."""
+    return ".".join(part for part in row.modules if part)
 
 
 def sinks_tensor(layer: int) -> str:

@@ -15,12 +15,15 @@ from engine.families.layer_config import (
     SplitGatedDeltaConfig,
 )
 from engine.families.tensor_names import (
+    BLOCK_NORMS,
     GATED_DELTA,
     INDEXER,
     INDEXER_QUERY,
     LATENT_UP,
+    LAYER_SCALAR,
     LIGHTNING,
     NEVER_ROUNDED,
+    OUTPUT_NORMS,
     SHORT_CONVOLUTION,
     SPLIT_GATED_DELTA,
     attention_prefix,
@@ -28,6 +31,7 @@ from engine.families.tensor_names import (
     expert_parts,
     expert_tensor,
     gate_hidden_tensor,
+    input_scale_tensor,
     logit_bias_tensor,
     name_on_disk,
     router_bias_tensor,
@@ -36,6 +40,7 @@ from engine.families.tensor_names import (
     shared_gate_tensor,
     shared_tensor,
     sinks_tensor,
+    weight_scale_tensor,
 )
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -68,10 +73,19 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
     shapes = _norm_tensors(config, f"{prefix}.input_layernorm")
     shapes.update(_attention_tensors(config, index))
     shapes.update(_norm_tensors(config, f"{prefix}.post_attention_layernorm"))
+    for name in (
+        *(OUTPUT_NORMS if config.output_norms else ()),
+        *(BLOCK_NORMS if layer.moe and layer.moe.own_norms else ()),
+    ):
+        shapes.update(_norm_tensors(config, f"{prefix}.{name}"))
+    if config.output_norms:
+        shapes[f"{prefix}.{LAYER_SCALAR}"] = (1,)
     if layer.moe is None:
         shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
         return shapes
     shapes.update(router_tensors(config, index) | expert_rows(config, index))
+    if (scale := input_scale_tensor(row, index)) is not None:
+        shapes[scale] = (hidden,)
     for expert in range(layer.moe.experts):
         own = expert_shapes(config, index, expert)
         shapes.update((expert_tensor(row, index, expert, part), shape) for part, shape in enumerate(own))
@@ -115,6 +129,8 @@ def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
         del shapes[gate_hidden_tensor(row, layer)]
     if (bias := router_bias_tensor(row, layer)) is not None:
         shapes[bias] = row.router.choice_bias_shape(moe.experts)
+    if (scale := weight_scale_tensor(row, layer)) is not None:
+        shapes[scale] = (moe.experts,)
     return shapes | noise_tensors(config, layer)
 
 
@@ -254,9 +270,10 @@ _LINEAR_TENSORS: dict[type[LinearConfig], Callable[[DecoderConfig, LinearConfig,
 
 
 def _grouped_query_tensors(config: DecoderConfig, index: int, prefix: str) -> Shapes:
-    hidden, size = config.hidden_size, config.head_dimension
-    query, key = config.attention_heads * size, config.key_value_heads * size
-    for name, rows in (("q_proj", 2 * query if config.output_gate else query), ("k_proj", key), ("v_proj", key)):
+    hidden, (groups, size, shares_projection) = config.hidden_size, config.heads_of(index)
+    query, key = config.attention_heads * size, groups * size
+    projections = ("q_proj", 2 * query if config.output_gate else query), ("k_proj", key), ("v_proj", key)
+    for name, rows in projections[:2] if shares_projection else projections:
         yield f"{prefix}.{name}.weight", (rows, hidden)
         if config.qkv_bias:
             yield f"{prefix}.{name}.bias", (rows,)

@@ -28,6 +28,12 @@ class Wrapper:
 
 _QWEN3_5 = Wrapper("text_config", "model.language_model.", ("model.visual.",), own_prefix="model.")
 WRAPPERS = {
+    "gemma4": Wrapper(
+        "text_config",
+        "model.language_model.",
+        ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+        own_prefix="model.",
+    ),
     "llama4": Wrapper("text_config", "language_model.", ("vision_model.", "multi_modal_projector.")),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,

@@ -55,7 +55,7 @@ class Reader:
 
     def read(self, text: Sequence[int]) -> Tensor:
         """Read the new tokens of the text and return the logits [L, V] after each of them."""
-        unread = torch.tensor([text[self._cache.length :]], device=self._cache.keys.device)
+        unread = torch.tensor([text[self._cache.length :]], device=self._cache.device)
         return self._steps(unread, self._cache)[0]
 
     def keep(self, length: int) -> None:

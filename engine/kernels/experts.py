@@ -44,7 +44,7 @@ EXPERTS = np.dtype(
         ("threads", np.int64),
         ("results", np.int64),  # [T, D] bfloat16
         ("alpha", np.float32),  # α of a ClampedSwiglu
-        ("limit", np.float32),  # 0 for a plain SwiGLU
+        ("limit", np.float32),  # 0 for a plain SwiGLU, below 0 for a GatedGelu
         # The kernel computes the remaining fields, for its blocks.
         ("used", np.int64),  # numbers of the experts that have members
         ("used_count", np.int64),
@@ -74,10 +74,13 @@ experts_at = record_at(EXPERTS)
 
 @inline
 def unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
-    """Return silu(gate) · up, or the ClampedSwiglu if the limit is above 0."""
+    """Return silu(gate) · up, the ClampedSwiglu if the limit is above 0, or the GatedGelu if it is below 0."""
     if limit > np.float32(0.0):
         gate, up = min(gate, limit), max(-limit, min(up, limit)) + np.float32(1.0)
-    return gate / (np.float32(1.0) + exp(-alpha * gate)) * up
+    inner = gate
+    if limit < np.float32(0.0):
+        inner = gate + np.float32(0.044715) * gate * gate * gate
+    return gate / (np.float32(1.0) + exp(-alpha * inner)) * up
 
 
 @helper

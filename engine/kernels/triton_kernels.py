@@ -49,9 +49,14 @@ def _biased(y, table_NA, expert, part: tl.constexpr, A: tl.constexpr, like, outp
 
 @triton.jit
 def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return silu(g)·u, or with a limit (u + 1)·g·σ(α·g) of the clamped values (families.layer_config.ClampedSwiglu)."""
+    """Return silu(g)·u, or with a limit (u + 1)·g·σ(α·g) of the clamped values (families.layer_config.ClampedSwiglu).
+
+    With a limit below 0, it is the GatedGelu.
+    """
     if LIMIT is None:
         h = gate * tl.sigmoid(gate) * up
+    elif LIMIT < 0.0:
+        h = gate * tl.sigmoid(ALPHA * (gate + 0.044715 * gate * gate * gate)) * up
     else:
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # unlike minimum and maximum, this keeps NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.decoder.routing import Routing, Skipping, TopK
 from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, UP, UP_BIAS
-from engine.families.layer_config import MoeConfig
+from engine.families.layer_config import ClampedSwiglu, MoeConfig
 from engine.families.tensor_names import (
     block_prefix,
     dense_tensor,
@@ -122,12 +122,17 @@ def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str
     return y_TD if total_T1 is None else graph.node("Mul", y_TD, cast(graph, total_T1, FLOAT, graph.element_type))
 
 
+def _clamp(moe: MoeConfig) -> ClampedSwiglu | None:
+    assert moe.swiglu is None or isinstance(moe.swiglu, ClampedSwiglu), "families with other activations are refused"
+    return moe.swiglu
+
+
 def _swiglu(moe: MoeConfig) -> dict[str, Any]:
     """Return the attributes of a mixture for G · σ(α·G) · (U + β), with interleaved rows of both projections."""
-    if moe.swiglu is None:
+    if (clamp := _clamp(moe)) is None:
         values = {"activation_alpha": 1.0, "activation_beta": 0.0}
     else:
-        values = {"activation_alpha": moe.swiglu.alpha, "activation_beta": 1.0, "swiglu_limit": moe.swiglu.limit}
+        values = {"activation_alpha": clamp.alpha, "activation_beta": 1.0, "swiglu_limit": clamp.limit}
     return {"activation_type": "swiglu", "swiglu_fusion": 1} | values
 
 
@@ -257,7 +262,7 @@ def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: st
 def _expert(parts: Parts, layer: int, moe: MoeConfig, expert: int, x_RD: str) -> str:
     row = parts.config.architecture
     tensors = [expert_tensor(row, layer, expert, part) for part in expert_parts(row)]
-    return parts.feed_forward(x_RD, tensors[:3], biases=tensors[3:], clamp=moe.swiglu)
+    return parts.feed_forward(x_RD, tensors[:3], biases=tensors[3:], clamp=_clamp(moe))
 
 
 def branches(graph: Graph, x_TD: str, weights_TN: str, sizes: tuple[int, int], run: Callable[[int, str], str]) -> str:

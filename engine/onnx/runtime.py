@@ -197,7 +197,7 @@ class OnnxDecoder:
         """Return the graph's cache inputs and outputs by name; both use one memory if the graph permits."""
         past, present = {}, {}
         for layer in range(len(self.config.layers)):
-            for part, whole in (("key", cache.keys[layer]), ("value", cache.values[layer])):
+            for part, whole in (("key", cache.stored.keys[layer]), ("value", cache.stored.values[layer])):
                 reads = whole if self._shares_cache else whole[:, :, : cache.length].contiguous()
                 writes = whole if self._shares_cache else whole.new_empty((*whole.shape[:2], total, whole.shape[3]))
                 past[f"past_key_values.{layer}.{part}"], present[f"present.{layer}.{part}"] = reads, writes

@@ -48,6 +48,10 @@ class Head(Protocol):
     def head_bias_V(self) -> Tensor | None:
         """Its bias, or None."""
 
+    @property
+    def logit_cap(self) -> float | None:
+        """c, if logits l become c · tanh(l / c) after the matrix; None if they stay as they are."""
+
 
 Loss = Callable[[Tensor, Head, slice], Tensor]
 """Function that returns a part of the loss.

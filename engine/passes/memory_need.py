@@ -17,7 +17,6 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.mxfp4 import is_packed
 from engine.errors import OptionError
-from engine.families.layer_config import LayerConfig
 from engine.families.tensor_shapes import layer_tensors
 from engine.kernels.linear import has_half_arithmetic
 from engine.passes import processes
@@ -100,12 +99,12 @@ def _logits_bytes(checkpoint: Checkpoint) -> int:
 
 def batch_bytes(checkpoint: Checkpoint, demand: MemoryDemand, tokens: int) -> int:
     """Return the bytes of the activations of one layer for a batch of this many tokens."""
-    return max(_layer_activations(checkpoint, layer, demand, tokens) for layer in checkpoint.config.layers)
+    return max(_layer_activations(checkpoint, index, demand, tokens) for index in range(len(checkpoint.config.layers)))
 
 
-def _layer_activations(checkpoint: Checkpoint, layer: LayerConfig, demand: MemoryDemand, tokens: int) -> int:
-    config, moe = checkpoint.config, layer.moe
-    hidden, heads = config.hidden_size, config.attention_heads * config.head_dimension
+def _layer_activations(checkpoint: Checkpoint, index: int, demand: MemoryDemand, tokens: int) -> int:
+    config, layer = checkpoint.config, checkpoint.config.layers[index]
+    moe, hidden, heads = layer.moe, config.hidden_size, config.attention_heads * config.heads_of(index).size
     slots = 0 if moe is None else demand.experts_per_token or moe.experts_per_token
     width = max(layer.dense_width, 0 if moe is None else max(moe.expert_width, moe.shared_width))
     # float32: norms, and the inputs of products that are not computed in the dtype itself.

@@ -218,7 +218,7 @@ class AdaptedBlock(MoeBlock):
         for index in range(len(self.experts)):
             yield self.experts[index](x_TD, TORCH)
 
-    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
+    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH, hidden_TD: Tensor | None = None) -> Tensor:
         """Raise UnsupportedError: the model of transformers runs this block."""
         raise UnsupportedError("the block of a model that transformers runs is run by that model")
 

@@ -34,6 +34,7 @@ class _Logits(NamedTuple):
 
     head_VD: None = None
     head_bias_V: None = None
+    logit_cap: None = None
 
 
 def layerwise_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> LayerwiseDecoder:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from engine.decoder.experts import gated, grouped, sparse
 from engine.decoder.routing import NO_EXPERT, Selection
 from engine.errors import UnsupportedError
-from engine.families.layer_config import ClampedSwiglu
+from engine.families.layer_config import Activation, ClampedSwiglu, GatedGelu
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice, is_served, prepare_decoding
 from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, serves_rows, transposed_linear
 from engine.kernels.quantized_weight import Weight
@@ -342,7 +342,7 @@ def compiled_gate(module: Any, width: int) -> tuple[tuple[float, float] | None] 
     number_F, magnitude_F = torch.arange(width), torch.logspace(-3, 4, width)
     gate_F = torch.where(number_F % 2 == 0, magnitude_F, -magnitude_F)
     up_F = torch.where(number_F % 4 < 2, magnitude_F, -magnitude_F).roll(width // 3 // 4 * 4)
-    candidates: list[ClampedSwiglu | None] = [None]
+    candidates: list[Activation | None] = [None, GatedGelu()]
     for names in CLAMPS:
         alpha, limit = (getattr(module, name, None) for name in names)
         if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)) and limit > 0:

@@ -37,7 +37,7 @@ from engine.decoder.model import Decoder, own_routings, routed_by
 from engine.decoder.paged_cache import PagedBatch, PagedCache, position_bytes
 from engine.decoder.routing import NO_EXPERT, Masked
 from engine.decoder.skip_tables import SkipTables, skipping_routings
-from engine.families.tensor_names import expert_tensor
+from engine.families.tensor_names import expert_tensor, router_module
 
 ROWS = {
     "mixtral": "Mixtral",
@@ -64,6 +64,7 @@ ROWS = {
     "gpt_oss": "GPT-OSS ³",
     "llama4_text": "Llama 4 (text)",
     "lfm2_moe": "LFM2-MoE",
+    "gemma4_text": "Gemma 4 MoE (text)",
 }
 REFUSED = {
     ("phimoe", "dense"): "it has no dense sibling, and its router takes two experts",
@@ -73,6 +74,8 @@ REFUSED = {
     ("minimax", "ONNX"): "its lightning attention keeps a state, for which our graphs have no input",
     ("llama4_text", "dense"): "the inputs of its experts are scaled by the router, token by token",
     ("llama4_text", "ONNX"): "its chunked attention and experts whose inputs the router scales have no form in our graphs",
+    ("gemma4_text", "dense"): "its experts and the FFN beside them have norms of their own, which one FFN has not",
+    ("gemma4_text", "ONNX"): "its heads differ between layers and its experts have norms of their own",
 }
 """Cells that have no number, with the message of the refusal."""
 NOTES = (
@@ -233,7 +236,7 @@ def skipping(made: Made) -> float:
             gamma = float(tables.gamma1_J[place][rank] * tables.gamma2_NN[place][experts[0], expert])
             left.append(0.0 if weight < 1.5 * gamma * weights[0] else weight)
         skipped.append(left.count(0.0))
-        renormalised = sum(weights) / sum(left) if made.moe(layer).normalise_top_k else 1.0
+        renormalised = sum(weights) / sum(left) if made.moe(layer).restores_sum else 1.0
         return [renormalised * weight for weight in left]
 
     decoder = decoder_of(made.checkpoint)
@@ -267,7 +270,7 @@ def skipped_by(made: Made, rule: Callable[[int, list[int], list[float]], list[fl
 
         return changed
 
-    path = ".".join(made.checkpoint.config.architecture.modules)
+    path = router_module(made.checkpoint.config.architecture)
     gates = {layer: made.reference.model.layers[layer].get_submodule(path) for layer in made.layers}
     handles = [gate.register_forward_hook(hook(layer)) for layer, gate in gates.items()]
     try:

@@ -305,7 +305,7 @@ def test_a_cache_that_is_wrong_is_found_at_a_step(place: Path, tmp_path: Path, m
 
     def forgetful(self: OnnxDecoder, tokens_BL: Any, real_BP: Any, cache: Any, keep: int) -> Any:
         if cache.length:
-            cache.keys[1, :, :, 0] = 0.0
+            cache.stored.keys[1][:, :, 0] = 0.0
         return logits(self, tokens_BL, real_BP, cache, keep)
 
     monkeypatch.setattr(OnnxDecoder, "_logits", forgetful)

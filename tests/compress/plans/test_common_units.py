@@ -26,7 +26,16 @@ from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import ffn_tensor
 
 COMMON = ["deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"]
-COMMON += ["glm_moe_dsa", "granitemoeshared", "kimi_k2", "llama4_text", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"]
+COMMON += [
+    "gemma4_text",
+    "glm_moe_dsa",
+    "granitemoeshared",
+    "kimi_k2",
+    "llama4_text",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+]
 EACH = pytest.mark.parametrize("family", others_slow(COMMON, "deepseek_v3", "qwen2_moe"))
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},

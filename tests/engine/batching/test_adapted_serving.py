@@ -26,15 +26,14 @@ from engine.generation.generate import Engine
 from engine.server.server import Service, State
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
-FAMILIES = others_slow(("exaone_moe", "nemotron_h", "kimi_linear", "gemma4"), "nemotron_h")
+FAMILIES = others_slow(("exaone_moe", "nemotron_h", "kimi_linear"), "nemotron_h")
 PROMPTS = ["def read(path):", "x", "class A(object):"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    per_layer = {"vocab_size_per_layer_input": VOCABULARY} if request.param == "gemma4" else {}
-    save_tiny(by_name(request.param), path, vocab_size=VOCABULARY, **per_layer)
+    save_tiny(by_name(request.param), path, vocab_size=VOCABULARY)
     add_tokenizer(path)
     skip_tables(collect(AdaptedCheckpoint(path), TOKENS_SL, dtype=torch.float32)).save(path / FILE_NAME)
     return path

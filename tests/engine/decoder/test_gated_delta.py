@@ -14,10 +14,11 @@ from transformers import DynamicCache
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder import gated_delta
-from engine.decoder.attention import Positions, attention_mask, rms_norm
+from engine.decoder.attention import Positions, attention_mask
 from engine.decoder.convolution import causal_convolution
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, positions_for
+from engine.decoder.norms import rms_norm
 from engine.families.layer_config import GatedDeltaConfig
 
 LENGTH = 2 * gated_delta.BLOCK + 9

@@ -70,7 +70,7 @@ def test_both_caches_keep_the_same_and_count_their_bytes() -> None:
     own = KeyValueCache(config, 1, 8, torch.int8)
     paged = PagedCache(config, 6 * 4 * each, torch.int8, block_size=4)
     assert own.bytes == 8 * each and paged.bytes == 6 * 4 * each
-    assert sum(part.nbytes for part in (*paged.keys_GSE, *paged.values_GSE, paged.scales)) == paged.bytes
+    assert paged.stored.bytes == paged.bytes
     table = BlockTable(blocks=[4, 1])
     generator = torch.Generator().manual_seed(1)
     for past, new in ((0, 5), (5, 1)):
@@ -82,12 +82,14 @@ def test_both_caches_keep_the_same_and_count_their_bytes() -> None:
             assert isinstance(mine, Scaled) and isinstance(other, Scaled)
             assert torch.equal(mine.integers, other.integers) and torch.equal(mine.scales, other.scales)
         own.advance(new)
-    last = own.keys[1, 0, :, 5].float() * own.scales[0, 1, 0, :, 5, None]
+    last = own.stored.keys[1][0, :, 5].float() * own.stored.scales_of(1)[0, 0, :, 5, None]
     assert (last - keys[0, :, 0]).abs().max() <= keys.abs().max() / 254 + 1e-6
     rows, wider = own.of_rows(torch.tensor([0, 0])), own.of_rows(torch.tensor([0]))
     wider.extend(20)
-    assert torch.equal(wider.scales[:, 1, ..., :6], own.scales[:, 1, ..., :6])  # the other layers were not written to
-    assert rows.scales.shape[2] == 2 and wider.bytes == 20 * each
+    assert torch.equal(
+        wider.stored.scales_of(1)[..., :6], own.stored.scales_of(1)[..., :6]
+    )  # the other layers were not written to
+    assert rows.stored.scales_of(1).shape[1] == 2 and wider.bytes == 20 * each
 
 
 @pytest.mark.parametrize(

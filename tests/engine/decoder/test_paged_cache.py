@@ -220,5 +220,4 @@ def test_the_size_is_kept() -> None:
     assert each == 2 * len(config.layers) * config.key_value_heads * config.head_dimension * 2
     cache = PagedCache(config, 10 * each * 16 + 5, torch.bfloat16, block_size=16)
     assert cache.pool.count == 10 and cache.bytes == 10 * each * 16
-    held_bytes = sum(part.nbytes for part in (*cache.keys_GSE, *cache.values_GSE))
-    assert held_bytes == cache.bytes
+    assert cache.stored.bytes == cache.bytes

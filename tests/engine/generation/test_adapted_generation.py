@@ -23,15 +23,14 @@ from engine.transformers_models.adapted_decoder import AdaptedDecoder
 from engine.transformers_models.interface_families import interface_families
 
 FAMILIES = others_slow(
-    ("exaone_moe", "nemotron_h", "kimi_linear", "gemma4", "qwen3_vl_moe", "zaya"), "exaone_moe", "nemotron_h", "kimi_linear"
+    ("exaone_moe", "nemotron_h", "kimi_linear", "qwen3_vl_moe", "zaya"), "exaone_moe", "nemotron_h", "kimi_linear"
 )
 """Sliding windows, Mamba with experts without gate, linear attention, and others."""
 PROMPTS = ["def read(path):", "x", "größer als €5: ", "class A(object):"]
 
 
 def _saved(path: Path, family: str) -> Any:
-    per_layer = {"vocab_size_per_layer_input": VOCABULARY} if family == "gemma4" else {}
-    model = save_tiny(by_name(family), path, vocab_size=VOCABULARY, **per_layer)
+    model = save_tiny(by_name(family), path, vocab_size=VOCABULARY)
     add_tokenizer(path)
     return model
 

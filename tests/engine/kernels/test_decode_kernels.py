@@ -19,10 +19,11 @@ from torch import Tensor
 
 import engine.kernels.kernel_choice
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.attention import rms_norm, rotate
+from engine.decoder.attention import rotate
 from engine.decoder.block_pool import BlockTable
 from engine.decoder.kv_cache import KeyValueCache, position_bytes
 from engine.decoder.model import Decoder
+from engine.decoder.norms import rms_norm
 from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.kernels.kernel_choice import DECODING, PROMPT
 from engine.kernels.linear import as_bfloat16, has_half_arithmetic

@@ -33,9 +33,9 @@ from engine.kernels.scheme import WHOLE_ROW, Scheme
 
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = ("mixtral", "qwen2_moe", "llama_moe", "granitemoeshared", "phimoe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
-KINDS = (*KINDS, "minimax_m2", "glm4_moe", "qwen3_next", "lfm2_moe", "llama")
+KINDS = (*KINDS, "minimax_m2", "glm4_moe", "qwen3_next", "lfm2_moe", "gemma4_text", "llama")
 """Families with experts one by one and stacked, biases and clamps, shared experts with a gate and without, latent
-and linear attention, short convolutions, other names on disk, and a dense model."""
+and linear attention, short convolutions, other names on disk, norms of experts, and a dense model."""
 FAMILIES = pytest.mark.parametrize("family", KINDS)
 DIVISIBLE = {family: {"q_lora_rank": 24} for family in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")}
 """Sizes that are multiples of 8, where conftest has others."""
@@ -58,9 +58,9 @@ def naive_weights(directory: Path, bits: int, dtype: torch.dtype = torch.float32
     """Return every tensor of a checkpoint by its name in a decoder, packed ones as scale · (stored − 2^(bits−1))."""
     stored = load_file(directory / "model.safetensors")
     names = {on_disk: name for name, on_disk in names_on_disk(Checkpoint(directory).config).items()}
-    weights = {
-        name: tensor.to(dtype) for name, tensor in stored.items() if not name.endswith(("_packed", "_scale", "_shape"))
-    }
+    packed = [name.removesuffix("_packed") for name in stored if name.endswith("_packed")]
+    parts = {f"{name}{part}" for name in packed for part in ("_packed", "_scale", "_shape")}
+    weights = {name: tensor.to(dtype) for name, tensor in stored.items() if name not in parts}
     for name, words in stored.items():
         if name.endswith("_packed"):
             own = name.removesuffix("_packed")

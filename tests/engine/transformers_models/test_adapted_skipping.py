@@ -24,11 +24,9 @@ from engine.transformers_models.adapted_block import _normalises
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_pass import routings_of
 
-CASES = others_slow(
-    ("exaone_moe", "exaone_moe without sums", "nemotron_h", "gemma4"), "exaone_moe", "exaone_moe without sums"
-)
+CASES = others_slow(("exaone_moe", "exaone_moe without sums", "nemotron_h"), "exaone_moe", "exaone_moe without sums")
 """Families, one of them also with weights that do not sum to one number."""
-NORMALISES = {"exaone_moe": True, "exaone_moe without sums": False, "nemotron_h": True, "gemma4": False}
+NORMALISES = {"exaone_moe": True, "exaone_moe without sums": False, "nemotron_h": True}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -36,11 +34,7 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, P
     """Return a model of transformers, its directory, its calibrated tables, and whether its weights have one sum."""
     path, family = tmp_path_factory.mktemp("skipping"), request.param.split()[0]
     changes: dict[str, Any] = {"norm_topk_prob": NORMALISES[request.param]} if family == "exaone_moe" else {}
-    if family == "gemma4":
-        changes = {"top_k_experts": 4, "vocab_size_per_layer_input": VOCABULARY}
-    else:
-        changes["num_experts_per_tok"] = 4
-    model = save_tiny(by_name(family), path, vocab_size=VOCABULARY, **changes)
+    model = save_tiny(by_name(family), path, vocab_size=VOCABULARY, num_experts_per_tok=4, **changes)
     add_tokenizer(path)
     tables = skip_tables(collect(AdaptedCheckpoint(path), TOKENS_SL, dtype=torch.float32))
     tables.save(path / FILE_NAME)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
+from engine.families.layer_config import GatedGelu
 from engine.kernels.kernel_choice import KernelChoice
 from engine.transformers_experts import NAME
 from engine.transformers_models import experts_implementation
@@ -282,6 +283,15 @@ class ClampedOtherwise(Gated):
         return nn.functional.silu(gate) * up
 
 
+@use_experts_implementation
+class Gelu(Gated):
+    """gelu in the place of silu."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return nn.functional.gelu(gate, approximate="tanh") * up
+
+
 @use_experts_implementation(is_concatenated=False)
 class Interleaved(Gated):
     """Gate and up in alternating rows."""
@@ -306,7 +316,11 @@ def made(kind: type[Gated]) -> Any:
 
 @pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize(
-    ("kind", "gate"), [(Clamped, ((1.702, 2.0),)), (ClampedOtherwise, None), (Interleaved, None), (Normed, (None,))]
+    ("kind", "gate"),
+    [
+        *((Clamped, ((1.702, 2.0),)), (ClampedOtherwise, None), (Interleaved, None), (Normed, (None,))),
+        (Gelu, ((GatedGelu.alpha, GatedGelu.limit),)),
+    ],
 )
 def test_the_gate_is_found_by_what_it_computes(kind: type[Gated], gate: Any) -> None:
     module = made(kind)
