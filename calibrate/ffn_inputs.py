@@ -85,8 +85,7 @@ class FfnInputs:
             common = [block.shared] if "shared" in include and block.shared is not None else []
             self.networks = [*block.experts, *common]
             block.observer = self._select
-        hidden = block.hidden_size if isinstance(block, MoeBlock) else block.gate_FD.shape[1]
-        self._kept = Activations((text.sequences, text.length, hidden), dtype, together=together, budget=budget)
+        self._kept = Activations((text.sequences, text.length, block.hidden_size), dtype, together=together, budget=budget)
         self._chosen: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._scales: list[Tensor] = []

@@ -42,6 +42,7 @@ from engine.families.tensor_names import (
     attention_prefix,
     dense_tensor,
     expert_tensor,
+    ffn_parts,
     shared_gate_tensor,
     shared_tensor,
 )
@@ -154,14 +155,17 @@ def activation_scales(
     found = Rescaling()
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None]:
-        attention, feed_forward = Inputs(layer.attention, sample_T), Inputs(layer.feed_forward, sample_T)
+        attention, block = layer.attention, layer.feed_forward
+        of_attention = None if attention is None else Inputs(attention, sample_T)
+        of_block = None if block is None else Inputs(block, sample_T)
 
         def finish() -> None:
             search = LayerSearch(checkpoint, index, scheme, found)
-            exponents = [0.0 if experts_only else search.attention(layer, attention.sample_TD)]
-            block = layer.feed_forward
-            if isinstance(block, MoeBlock) or not experts_only:
-                exponents += search.feed_forward(block, feed_forward.sample_TD)
+            exponents = [0.0]
+            if attention is not None and of_attention is not None and not experts_only:
+                exponents = [search.attention(layer, attention, of_attention.sample_TD)]
+            if block is not None and of_block is not None and (isinstance(block, MoeBlock) or not experts_only):
+                exponents += search.feed_forward(block, of_block.sample_TD)
             found.exponents[index] = exponents
 
         return finish
@@ -202,12 +206,12 @@ class LayerSearch:
         """The model's config."""
         return self.checkpoint.config
 
-    def attention(self, layer: DecoderLayer, x_TD: Tensor) -> float:
+    def attention(self, layer: DecoderLayer, attention: nn.Module, x_TD: Tensor) -> float:
         """Return α of attention's input."""
         if layer.residuals is not None:
             return 0.0  # the residual connection reads the norm too
         prefix = attention_prefix(self.config, self.index)
-        own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(layer.attention)}
+        own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(attention)}
         rounded = [f"{prefix}.{name}.weight" for name in READ_THE_NORM]
         rounded = [name for name in rounded if name in own]
         others = [name for name in (f"{prefix}.{each}" for each in NEVER_ROUNDED) if name in self.checkpoint.shapes]
@@ -220,9 +224,11 @@ class LayerSearch:
         used = [(names, ffn, rows_TD) for names, ffn, rows_TD in self._ffns(block, x_TD) if len(rows_TD)]
         if self.config.layers[self.index].residuals is not None:
             return [0.0, sum(self._down(*each) for each in used) / len(used)]
-        matrices = [(as_tensor(weight), rows_TD) for _, ffn, rows_TD in used for weight in ffn.projections[:2]]
+        matrices = [
+            (as_tensor(weight), rows_TD) for names, ffn, rows_TD in used for weight in ffn.projections[: len(names) - 1]
+        ]
         alpha, s_D = self._best(x_TD, matrices, used[0][0][0])
-        readers = [name for names, _, _ in self._ffns(block, x_TD) for name in names[:2]]
+        readers = [name for names, _, _ in self._ffns(block, x_TD) for name in names[:-1]]
         norm = self._norm("post_attention_layernorm")
         self._fold(norm, [*readers, *self._unrounded()], s_D, self.config.zero_centered)
         return [alpha, sum(self._down(*each) for each in used) / len(used)]
@@ -232,7 +238,7 @@ class LayerSearch:
         return [f"model.layers.{self.index}.{name}.{part}" for part in parts]
 
     def _down(self, names: list[str], ffn: Expert, x_TD: Tensor) -> float:
-        if not ffn.is_plain:
+        if not (ffn.is_plain and ffn.has_gate):  # the activation lets no factor through
             return 0.0
         gate_FD, up_FD, down_DF = (as_tensor(weight) for weight in ffn.projections)
         middle_TF = F.silu(linear(x_TD, gate_FD)) * linear(x_TD, up_FD)
@@ -244,15 +250,15 @@ class LayerSearch:
         """Yield each FFN of the layer with the names of its matrices, and the tokens that reach it."""
         row, index = self.config.architecture, self.index
         if isinstance(block, Expert):
-            yield [dense_tensor(index, projection) for projection in range(3)], block, x_TD
+            yield [dense_tensor(index, projection) for projection in ffn_parts(row)], block, x_TD
             return
         chosen_TS = select(block.routing, x_TD, block.logits(x_TD)).experts
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
-            names = [expert_tensor(row, index, number, projection) for projection in range(3)]
+            names = [expert_tensor(row, index, number, projection) for projection in ffn_parts(row)]
             yield names, expert, x_TD[(chosen_TS == number).any(dim=1)]
         if block.shared is not None:
-            yield [shared_tensor(row, index, projection) for projection in range(3)], block.shared, x_TD
+            yield [shared_tensor(row, index, projection) for projection in ffn_parts(row)], block.shared, x_TD
 
     def _unrounded(self) -> list[str]:
         """Return the names of unrounded tensors that also read the norm before the feed-forward block."""

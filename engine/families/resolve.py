@@ -22,7 +22,7 @@ from engine.families.encoder_decoders import ENCODER_DECODERS
 from engine.families.layer_config import LayerConfig, MoeConfig
 from engine.families.plain_config import read_plainly
 from engine.families.table import ARCHITECTURES
-from engine.families.values import flag, positive
+from engine.families.values import flag, positive, with_floats
 
 _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
 
@@ -58,7 +58,7 @@ def load_transformers_config(config: Mapping[str, Any], *, plainly: bool = False
     check_flags(config)
     row = ARCHITECTURES.get(config["model_type"])
     renamed = dict(config) if row is None else row.words.renamed(config)
-    values = {key: value for key, value in renamed.items() if key not in _WITHHELD_KEYS}
+    values = {key: with_floats(value) for key, value in renamed.items() if key not in _WITHHELD_KEYS}
     read_as = str((row and row.words.read_as) or config["model_type"])
     if plainly and (plain := read_plainly(read_as, values)) is not None:
         return plain
@@ -143,11 +143,13 @@ def _layer_config(
     window = row.attention.window.of_layer(family, index)
     linear = row.attention.linear(family, index, heads)
     residuals = row.residual.of_layer(family, linear is not None)
-    dense_width = positive(family, row.layers.dense_width)
-    if moe is None and row.count_keys:
+    dense_width = row.layers.ffn_width(family, index)
+    if moe is None and dense_width and row.count_keys:
         dense_width = block_config_dense_width(config.get("block_configs"), index, dense_width)
     indexer = row.attention.indexer(family, index)
-    return LayerConfig(window, moe, dense_width, rotates, unit_norm, linear, residuals, indexer)
+    return LayerConfig(
+        window, moe, dense_width, rotates, unit_norm, linear, residuals, indexer, row.layers.attends(family, index)
+    )
 
 
 def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> MoeConfig:

@@ -24,7 +24,7 @@ class Rotary:
     def __init__(self, config: DecoderConfig) -> None:
         self._config = config.transformers_config
         self._dimension = config.rotary_dimension
-        parameters = self._config.rope_parameters
+        parameters = self._config.rope_parameters if config.rotary_dimension else {}
         self.kind: str = parameters.get("rope_type", "default")
         self.varies = self.kind in ("dynamic", "longrope")
         """Whether frequencies depend on the length of the text."""
@@ -53,6 +53,8 @@ class Rotary:
         return frequencies, scaling
 
     def _initialise(self, length: int | None) -> tuple[Tensor, float]:
+        if not self._dimension:
+            return torch.empty(0), 1.0
         if self.kind == "default":
             exponents = torch.arange(0, self._dimension, 2, dtype=torch.float32) / self._dimension
             return 1.0 / (self._theta**exponents), 1.0
