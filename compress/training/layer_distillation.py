@@ -76,7 +76,7 @@ class Teacher:
         outputs: dict[int, Tensor] = {}
         for index in range(self._count):
             layer = self._layers[index] if index in self._layers else self._load(index)
-            watched = {index: layer.feed_forward} if index in config.moe_layers else {}
+            watched = {} if layer.feed_forward is None or index not in config.moe_layers else {index: layer.feed_forward}
             with outputs_of(watched) as seen:
                 x_BLD = layer(x_BLD, positions)
             outputs |= seen

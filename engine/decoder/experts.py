@@ -163,7 +163,7 @@ class ExpertWithoutGate(Expert):
 
 
 def expert_of(projections: Iterable[Weight], swiglu: ClampedSwiglu | None = None) -> Expert:
-    """Return the expert with these projections, in the order of their indices. Two of them are up and down, without a gate."""
+    """Return the expert with these projections, in the order of their indices: two are up and down, without a gate."""
     own = tuple(projections)
     return ExpertWithoutGate(*own) if len(own) == 2 else Expert(*own, swiglu=swiglu)
 

@@ -2,12 +2,12 @@
 
     S_t = exp(Δ_t A) S_{t-1} + Δ_t B_t x_tᵀ        y_t = S_tᵀ C_t + D x_t
 
-    [z; x; B; C; δ] = W_in·u    [x; B; C] ← silu(conv([x; B; C]) + b)    Δ = max(softplus(δ + b_Δ), Δ_min)    A = -exp(A_log)
-    out = W_out norm(y ⊙ silu(z))
+    [z; x; B; C; δ] = W_in·u        [x; B; C] ← silu(conv([x; B; C]) + b)
+    Δ = max(softplus(δ + b_Δ), Δ_min)        A = -exp(A_log)        out = W_out norm(y ⊙ silu(z))
 
-A, D, b_Δ and Δ are numbers, one for each head; the heads of a group share B and C. The norm divides by the root mean square of
-each group's part. There is no rotary embedding. transformers has Δ_min (`time_step_min`) where it reads a text at once, and
-none in its steps of single tokens; here both have it, so that steps equal the text read at once.
+A, D, b_Δ and Δ are numbers, one for each head; the heads of a group share B and C. The norm divides by the root mean square
+of each group's part. There is no rotary embedding. transformers has Δ_min (`time_step_min`) where it reads a text at once,
+and none in its steps of single tokens; here both have it, so that steps equal the text read at once.
 
 A prompt is processed in blocks (§6). With c_i = Σ_{j≤i} Δ_j A within a block, and S the state before it:
 
@@ -97,9 +97,9 @@ class Mamba2(nn.Module):
 def scan(
     value_BHLP: Tensor, decay_BHL: Tensor, in_BGLN: Tensor, out_BGLN: Tensor, state_BHNP: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return y without D [B, H, L, P], and the state after the last position [B, H, N, P]. The initial one is zero by default.
+    """Return y without D [B, H, L, P], and the state after the last position [B, H, N, P].
 
-    value: Δx. decay: ΔA. in: B. out: C. The given state may be overwritten.
+    value: Δx. decay: ΔA. in: B. out: C. The initial state is zero by default. The given state may be overwritten.
     """
     groups = in_BGLN.shape[1]
     value_BGRLP, decay_BGRL = (part.unflatten(1, (groups, -1)) for part in (value_BHLP, decay_BHL))

@@ -27,6 +27,12 @@ from engine.families.values import flag, positive, with_floats
 _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
 
 
+def has_own_decoder(config: Mapping[str, Any]) -> bool:
+    """Return whether our decoder runs a model with this raw config.json, if any of ours does: whether its family has a row."""
+    row = ARCHITECTURES.get(str(config.get("model_type")))
+    return row is not None and all(config.get(key) is None for key in row.left_to_transformers)
+
+
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """Return the row for a raw config.json. Raises UnsupportedError naming an unknown family."""
     model_type = config.get("model_type")

@@ -424,11 +424,12 @@ _ROWS = (
         norms=RootMeanSquareNorms("layer_norm_epsilon"),
         prediction=PredictionLayers(prefix="mtp."),
         settings=only(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True, n_shared_experts=1)
-        | only(use_bias=False, attention_bias=False, mamba_proj_bias=False, moe_latent_size=None)
+        | only(use_bias=False, attention_bias=False, moe_latent_size=None)
         | unused("num_hidden_layers", "norm_eps", "partial_rotary_factor", "mtp_hybrid_override_pattern"),
         disk_names=_NEMOTRON_NAMES,
         dense_sibling="nemotron_h",
         not_onnx="its Mamba-2 layers keep a state, for which our graphs have no input",
+        left_to_transformers=("moe_latent_size",),
     ),
     Architecture("mistral", "MistralForCausalLM", attention=GroupedQuery(window=SlidingWindow())),
     Architecture("llama", "LlamaForCausalLM", attention=_BIASED),

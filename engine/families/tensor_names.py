@@ -35,8 +35,8 @@ NEVER_ROUNDED = (
 """Matrices that read a layer's input and are never rounded, like routers: small ones of the gated delta rule, which give
 strengths and decays, and those of an indexer."""
 MAMBA2 = ("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight")
-"""The tensors of Mamba-2: gate, x, B, C and Δ together; the filters and their bias; the bias of Δ; the logarithm of the rates
-of decay; the factors of x in the output; the norm; and the output."""
+"""The tensors of Mamba-2: gate, x, B, C and Δ together; the filters and their bias; the bias of Δ; the logarithm of the
+rates of decay; the factors of x in the output; the norm; and the output."""
 SHORT_CONVOLUTION = ("in_proj.weight", "conv.weight", "out_proj.weight")
 """The tensors of a short convolution: both gates and the input together, the filters, and the output."""
 _DECAYS = ("dt_bias", "A_log")

@@ -11,12 +11,11 @@ from typing import Any
 from engine.errors import CheckpointError
 from engine.files.json_file import shown
 
-
 _FLOATS = {"Infinity": inf, "-Infinity": -inf}
 
 
 def with_floats(value: Any) -> Any:
-    """Return a value of config.json with the numbers that JSON lacks: transformers writes {"__float__": "Infinity"} for one."""
+    """Return a value of config.json with the infinities for which transformers writes {"__float__": "Infinity"}."""
     if isinstance(value, list):
         return [with_floats(each) for each in value]
     if not isinstance(value, dict):

@@ -25,7 +25,7 @@ from engine.families.checks import check_token_ids
 from engine.families.classifiers import classified
 from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS
-from engine.families.resolve import load_transformers_config
+from engine.families.resolve import has_own_decoder, load_transformers_config
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_parts, expert_tensor
 from engine.families.wrappers import WRAPPERS
@@ -64,7 +64,8 @@ def open_mixture_checkpoint(directory: Path) -> Checkpoint:
     """
     raw = load_json(directory / "config.json", "model config") if directory.is_dir() else {}
     model_type = raw.get("model_type")
-    has_own_path = not isinstance(model_type, str) or model_type in {*ARCHITECTURES, *WRAPPERS, *ENCODER_DECODERS}
+    has_own_path = not isinstance(model_type, str) or model_type in {*WRAPPERS, *ENCODER_DECODERS}
+    has_own_path = has_own_path or has_own_decoder(raw)
     return Checkpoint(directory) if has_own_path or classified(raw) is not None else AdaptedCheckpoint(directory)
 
 

@@ -95,6 +95,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": EXPERTS, "moe_topk": 2, "eod_token_id": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "nemotron_h": {"moe_latent_size": 24},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Entries of the language model's config that a family needs besides."""

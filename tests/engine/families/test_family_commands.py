@@ -149,13 +149,14 @@ def test_a_bias_that_chooses_stays_float32_and_is_not_trained(tmp_path: Path) ->
     assert set(checkpoint.shapes) - set(names) == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h"])
 def test_every_tensor_has_its_parameter(family: str, tmp_path: Path) -> None:
     """A bias that selects experts has none."""
+    biases = "expert_bias", "correction_bias"
     save_reference(family, tmp_path)
     checkpoint = Checkpoint(tmp_path)
     found = parameters_on_disk(Decoder(checkpoint.config, checkpoint.source(torch.float32)))
-    expected = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith("expert_bias")}
+    expected = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith(biases)}
     assert {name: tuple(each.shape) for name, each in found.items()} == expected
 
 
@@ -191,6 +192,11 @@ def test_gates_of_sigmoid_scores_are_shares_of_them(tmp_path: Path) -> None:
         ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias=False"),
         ("lfm2_moe", {"layer_types": ["conv", "full_attention", "linear_attention"]}, "linear_attention"),
         ("lfm2_moe", {"layer_types": ["conv"] * 3}, "layer_types"),
+        ("nemotron_h", {"layers_block_type": ["moe", "linear_attention"]}, "layer_types"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+        ("nemotron_h", {"use_bias": True}, "use_bias=True"),
+        ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias=False"),
+        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size=16"),
         ("qwen3_next", {"layer_types": ["conv", "full_attention", "linear_attention"]}, "conv"),
         ("deepseek", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         ("qwen3_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
