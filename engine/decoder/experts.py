@@ -69,7 +69,7 @@ class Expert(nn.Module):
     """
 
     has_gate: ClassVar[bool] = True
-    """Whether the compiled kernels know the activation, which has a gate."""
+    """Whether the hidden units have a gate."""
 
     def __init__(
         self,
@@ -178,7 +178,8 @@ def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tenso
 
 def table_row(expert: Expert) -> tuple[list[tuple[int, int]], int]:
     """Return the addresses of an expert's weights and its width, as the compiled kernels need them."""
-    return [addresses(weight) for weight in expert.projections], expert.width
+    gate = [] if expert.has_gate else [(0, 0)]
+    return gate + [addresses(weight) for weight in expert.projections], expert.width
 
 
 class CompiledExperts:
@@ -232,11 +233,10 @@ class CompiledExperts:
         every = [weight for expert in experts for weight in expert.projections]
         self._experts, self._weights = experts, every
         self._ends = addresses(every[0])[0], addresses(every[-1])[0]
-        if not experts[0].has_gate:
-            return
         self._table = kernels.expert_table(map(table_row, experts))
         swiglu: ClampedSwiglu | None = experts[0].swiglu
         self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
+        self._clamp = self._clamp if experts[0].has_gate else kernels.WITHOUT_GATE
         matrices = [weight for expert in experts for weight in expert.projections[:3]]
         biases = [weight for expert in experts for weight in expert.projections[3:]]
         served = not biases or kernel_form(kernels, biases) == kernels.PLAIN
