@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -238,12 +237,16 @@ class LayerSearch:
         return [f"model.layers.{self.index}.{name}.{part}" for part in parts]
 
     def _down(self, names: list[str], ffn: Expert, x_TD: Tensor) -> float:
-        if not (ffn.is_plain and ffn.has_gate):  # the activation lets no factor through
+        if not ffn.is_plain:
             return 0.0
-        gate_FD, up_FD, down_DF = (as_tensor(weight) for weight in ffn.projections)
-        middle_TF = F.silu(linear(x_TD, gate_FD)) * linear(x_TD, up_FD)
-        alpha, s_F = self._best(middle_TF, [(down_DF, middle_TF)], names[2])
-        self._fold(names[1:2], names[2:], s_F)
+        *_, up, down = names
+        middle_TF = ffn.units(x_TD)
+        alpha, s_F = self._best(middle_TF, [(as_tensor(ffn.down_DF), middle_TF)], down)
+        if ffn.has_gate:
+            self._fold([up], [down], s_F)
+        else:  # relu(u / √s)² = relu(u)² / s
+            self._fold([up], [], s_F.sqrt())
+            self._fold([], [down], s_F)
         return alpha
 
     def _ffns(self, block: MoeBlock | Expert, x_TD: Tensor) -> Iterator[tuple[list[str], Expert, Tensor]]:

@@ -90,8 +90,9 @@ class Teacher:
 
 
 def feed_forwards(decoder: Decoder) -> dict[int, nn.Module]:
-    """Return the feed-forward block of each layer, an MoE block or a dense FFN."""
-    return dict(enumerate(block for layer in decoder.layers if isinstance(block := layer.feed_forward, nn.Module)))
+    """Return the feed-forward block of each layer that has one, an MoE block or a dense FFN."""
+    blocks = ((index, layer.feed_forward) for index, layer in enumerate(decoder.layers))
+    return {index: block for index, block in blocks if isinstance(block, nn.Module)}
 
 
 @contextmanager

@@ -28,7 +28,7 @@ _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantiza
 
 
 def has_own_decoder(config: Mapping[str, Any]) -> bool:
-    """Return whether our decoder runs a model with this raw config.json, if any of ours does: whether its family has a row."""
+    """Return whether the family of a raw config.json has a row, and our decoder everything that the config asks for."""
     row = ARCHITECTURES.get(str(config.get("model_type")))
     return row is not None and all(config.get(key) is None for key in row.left_to_transformers)
 

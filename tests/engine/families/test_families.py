@@ -444,7 +444,9 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made
         cache.extend(20)
         both = decoder(TOKENS[:, 9:10], None, cache)
     assert worst(one, both[1:]) < 1e-5
-    assert len(cache.states) == len(checkpoint.config.linear_layers) == 2 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
+    assert len(cache.states) == len(checkpoint.config.linear_layers) == 2 and cache.keys.shape[0] == 1, (
+        "positions of the one layer that keeps them"
+    )
     with pytest.raises(OptionError, match="cannot undo tokens"):
         Engine.open(checkpoint.directory, draft=checkpoint.directory)
 
@@ -514,8 +516,19 @@ def test_the_published_nemotron_3_nano_has_32_billion_parameters() -> None:
     experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1}
     experts |= {"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}
     mamba = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4}
-    mamba |= {"mamba_proj_bias": False, "use_conv_bias": True, "mamba_hidden_act": "silu", "mamba_ssm_cache_dtype": "float32"}
-    rest = {"mlp_hidden_act": "relu2", "rope_theta": 10000, "partial_rotary_factor": 1.0, "norm_eps": 1e-5, "use_bias": False}
+    mamba |= {
+        "mamba_proj_bias": False,
+        "use_conv_bias": True,
+        "mamba_hidden_act": "silu",
+        "mamba_ssm_cache_dtype": "float32",
+    }
+    rest = {
+        "mlp_hidden_act": "relu2",
+        "rope_theta": 10000,
+        "partial_rotary_factor": 1.0,
+        "norm_eps": 1e-5,
+        "use_bias": False,
+    }
     kinds = {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
     raw = {"model_type": "nemotron_h", "mlp_bias": False, "attention_bias": False} | sizes | experts | mamba | rest
     config = decoder_config(raw | kinds)

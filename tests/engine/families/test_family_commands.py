@@ -74,6 +74,46 @@ def test_every_command(place: Path) -> None:
     assert run("distill", "--teacher", "model", "--student", "dense", *recipe, "-o", "distilled")["steps"] == 1
 
 
+@pytest.mark.slow
+def test_every_command_on_single_blocks_and_experts_without_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_workplace(tmp_path, "nemotron_h", n_group=1, topk_group=1)
+    monkeypatch.chdir(tmp_path)
+    assert run("inspect", "model")["experts_per_layer"] == [12, 12]
+    assert run("calibrate", "model", *CALIBRATION, "-o", "statistics")["tokens"] == 64
+    third = ["--sparsity", "0.34", *TEXT, "--granularity", "expert"]
+    for method, options in {
+        "frequency": ["--uniform", "--statistics", "statistics"],
+        "fisher": ["--recover-steps", "1"],
+        "naee": [],
+        "diep": ["--epochs", "1", "--merge", "cka"],
+    }.items():
+        assert run("prune", "model", "--method", method, *third, *options, "-o", method)["experts_after"] == 16
+        assert run("inspect", method, "--checksums")["valid"]
+    units = ["--sparsity", "0.5", *TEXT, "--granularity", "unit"]
+    for name, options in {
+        "halves": ["--uniform", "--correct"],
+        "widths": [],
+        "common": ["--include", "shared,dense", "--method", "unit-obs"],
+    }.items():
+        assert run("prune", "model", *units, *options, "-o", name)["experts_after"] == 24
+        assert run("inspect", name, "--checksums")["valid"]
+    merged = run("merge", "model", "--experts", "8", *TEXT, "-o", "merged")
+    assert merged["experts_per_layer"] == [8, 8]
+    dense = run("densify", "model", "--ffns", "2", "--distill-steps", "2", "--batch-size", "2", *TEXT, "-o", "dense")
+    assert dense["family_note"] == "a nemotron_h whose layers are all dense"
+    aware = ["--activation-aware", "--group-size", "-1", *TEXT]
+    run("quantize", "model", "--bits", "8", *aware, "-o", "quantized")
+    for name in ("model", "fisher", "halves", "widths", "common", "merged", "dense", "quantized"):
+        assert run("generate", name, "-p", "the quick", "-n", "4")["generated_tokens"] <= 4
+        assert run("evaluate", name, *CALIBRATION)["value"] > 1.0
+    assert len(run("bench", "model", "-p", "4", "-n", "2", "-r", "1")["rows"]) == 2
+    assert run("generate", "fisher", "-p", "the", "-n", "4", "--skip-threshold", "1")["experts_skipped_share"] >= 0.0
+    assert "its Mamba-2 layers keep a state" in refused("export", "model", "--format", "onnx", "-o", "onnx")
+    assert "a nemotron_h is not written as GGUF" in refused("export", "model", "--format", "gguf", "-o", "model.gguf")
+    recipe = ["--recipe", "sar", *CALIBRATION, "--steps", "1", "--batch-size", "2"]
+    assert run("distill", "--teacher", "model", "--student", "dense", *recipe, "-o", "distilled")["steps"] == 1
+
+
 def test_what_cannot_be_is_refused_before_any_work(place: Path) -> None:
     uniform = ["prune", "model", "--uniform", *TEXT, "-o", "out"]
     found = refused(*uniform, "--sparsity", "0.5", "--granularity", "expert")
