@@ -37,7 +37,7 @@ from engine.decoder.model import Decoder, own_routings, routed_by
 from engine.decoder.paged_cache import PagedBatch, PagedCache, position_bytes
 from engine.decoder.routing import NO_EXPERT, Masked
 from engine.decoder.skip_tables import SkipTables, skipping_routings
-from engine.families.tensor_names import expert_parts, expert_tensor
+from engine.families.tensor_names import expert_tensor, ffn_parts
 
 ROWS = {
     "mixtral": "Mixtral",
@@ -335,7 +335,7 @@ def merged(made: Made) -> float:
     plan = Plan({layer: (mixed, *map(kept_expert, others)) for layer in made.layers})
     result = made.result("merged", plan)
     row = made.checkpoint.config.architecture
-    for projection in expert_parts(row):
+    for projection in ffn_parts(row):
         one, other = (made.checkpoint.tensor(expert_tensor(row, made.layers[0], e, projection)) for e in (first, 1))
         naive = 0.75 * one + 0.25 * other.flip(1 if projection == 2 else 0)
         assert torch.allclose(result.tensor(expert_tensor(row, made.layers[0], 0, projection)), naive, atol=1e-6)
