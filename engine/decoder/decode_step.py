@@ -96,7 +96,7 @@ class DecodeStep:
     def _knows(self, kernels: Any) -> bool:
         """Return whether the kernels support the model; update the tables if weights or routings have changed."""
         routings = [block.routing for block in self._blocks]
-        first = [next(layer.parameters()).data_ptr() for layer in (self._layers[0], self._layers[-1])]
+        first = [_first_norm(layer).data_ptr() for layer in (self._layers[0], self._layers[-1])]
         if first != self._first:  # weights are moved all together or not at all
             self._first, self._routings = first, []
             self._is_served = self.serves(kernels)
@@ -150,6 +150,11 @@ class DecodeStep:
                 selection = Selection(*(torch.from_numpy(part[layer, :, :slots].copy()) for part in (chosen, weights)))
                 own_logits = np.ascontiguousarray(logits[layer, :, :experts])
                 block.observer(as_bfloat16(inputs[layer]), as_bfloat16(own_logits), selection)
+
+
+def _first_norm(layer: Any) -> Tensor:
+    norm: Tensor = layer.feed_forward_norm if layer.attention_norm is None else layer.attention_norm
+    return norm
 
 
 def _is_known(routing: Routing) -> bool:
