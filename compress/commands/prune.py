@@ -16,7 +16,6 @@ from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from compress.report.columns import text_table
 from engine.errors import OptionError
-from engine.files.gguf_file import is_gguf
 from engine.options import names, option
 
 UNIT_OPTIONS = {"refit", "unit_multiple", "include"}
@@ -71,7 +70,7 @@ def prune(given: Given) -> Figures:
     if len(methods) > 1 or (sparsities and len(sparsities) > 1):
         return _sweep(given, methods, sparsities)
     options = prune_options(given, methods[0], sparsities[0] if sparsities else None, methods[0])
-    if is_gguf(options.output):
+    if options.makes_file:
         given.refuse(["push_to_hub"], "for directories, and a GGUF file is one file")
     return show_figures(given, run(options, progress_bar))
 
@@ -139,7 +138,7 @@ def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...]
     if sparsities is None or given.values["plan_output"] is not None:
         raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
     base = prune_options(given, methods[0], sparsities[0], "sweep")
-    if is_gguf(base.output):
+    if base.makes_file:
         raise OptionError(f"{base.output}: a sweep writes a directory; name one by --output")
     comparison = CompareOptions(
         models=(),

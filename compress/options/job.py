@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from calibrate.options import TEXT, CalibrationOptions
+from engine.files.gguf_file import is_gguf
 from engine.options import check, declared, left_out, option, part
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def makes_file(self) -> bool:
+        """Whether the result is one GGUF file; otherwise it is a directory."""
+        return is_gguf(self.output)
 
     def deciding(self) -> dict[str, Any]:
         """Return the options that decide the result, as JSON."""

@@ -44,7 +44,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.errors import OptionError
-from engine.files.gguf_file import SUFFIX, check_name, is_gguf
+from engine.files.gguf_file import SUFFIX, check_name
 from engine.files.json_file import replacing, write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
@@ -88,7 +88,7 @@ def check_outputs(options: JobOptions) -> None:
     """Raise OutputError unless the results can be written; the first of several processes checks."""
     if not processes.is_first():
         return
-    is_file = is_gguf(options.output)
+    is_file = options.makes_file
     if is_file and not options.writes_gguf:
         raise OptionError(
             f"{options.output}: the result is a directory; `compress export --format gguf` makes a GGUF file of it"
@@ -131,7 +131,7 @@ def carry_out(run: AnyRun, make: Callable[[], Made]) -> ModelFigures:
         )
         work.forget(work.shared / "held_out")
         made = make()
-        write = write_file if is_gguf(options.output) else write_artifact
+        write = write_file if options.makes_file else write_artifact
         figures = write(run, made, before)
         if options.plan_output is not None and processes.is_first():
             write_json(options.plan_output, plan_to_json(made.plan))

@@ -48,7 +48,7 @@ class GgufFile(MappedFile):
 
 def is_gguf(path: Path) -> bool:
     """Return whether a path names a GGUF file."""
-    return path.suffix == SUFFIX and not path.is_dir()
+    return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
 def check_name(path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Decoding and prefill of newer families at 1 B random parameters: ours beside transformers with each of its experts.
+
+python benchmarks/decode_families.py [--families qwen3_next,…] [--repetitions 5] [--layers N]
+
+One model at a time: its contenders stay loaded and are timed in turn. transformers computes experts with each of its
+implementations, and with the best of them in layers that torch.compile compiled; `batched_mm` reads no prompts, because it
+copies every token's experts. A ratio is of medians, to the fastest of transformers in that test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_speed import transformers_version
+from random_model import write_random_model
+from results import markdown, save, times
+
+from engine.bench.backends import COMPILED, BenchCase, BenchSpec
+from engine.bench.side_by_side import bench
+from engine.checkpoint.checkpoint import Checkpoint
+
+PROMPT, NEW = 512, 64
+DECODING = ("eager", "batched_mm", "grouped_mm", f"{COMPILED}batched_mm")
+READING = ("eager", "grouped_mm", f"{COMPILED}grouped_mm")
+OURS = "ours"
+COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "max_position_embeddings": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+class Family(NamedTuple):
+    """One model: the name of its row, its number of layers, and what its config.json has beside COMMON."""
+
+    title: str
+    layers: int
+    config: dict[str, Any]
+
+
+FAMILIES = {
+    "qwen3_next": Family(
+        "Qwen3-Next: 10 of 128 experts, one shared",
+        12,
+        {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "intermediate_size": 2048,
+            "shared_expert_intermediate_size": 256,
+            "linear_num_value_heads": 16,
+            "linear_num_key_heads": 8,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+        },
+    ),
+}
+"""Models of more than a billion parameters, whose parts have the proportions of the released ones."""
+
+
+def measure(name: str, layers: int | None, repetitions: int, directory: Path) -> dict[str, Any]:
+    """Return the rates of one family by test and contender, in tokens per second, with every round."""
+    family = FAMILIES[name]
+    config = COMMON | family.config | {"model_type": name, "num_hidden_layers": layers or family.layers}
+    write_random_model(directory / name, config)
+    tests = {}
+    for case, implementations in ((BenchCase("tg", NEW), DECODING), (BenchCase("pp", PROMPT), READING)):
+        specs = [BenchSpec(str(directory / name))]
+        specs += [BenchSpec(specs[0].model, "transformers", experts_implementation=each) for each in implementations]
+        rows = bench(specs, [case], repetitions)
+        titles = (OURS, *implementations)
+        tests[case.kind] = {
+            title: {"median": row["tokens_per_second_median"], "rounds": row["tokens_per_second_rounds"]}
+            for title, row in zip(titles, rows, strict=True)
+        }
+    return {"title": family.title, "parameters": Checkpoint(directory / name).parameters, "tests": tests}
+
+
+def best_of_peer(test: dict[str, Any]) -> str:
+    """Return the fastest implementation of transformers in one test."""
+    return max((title for title in test if title != OURS), key=lambda title: test[title]["median"])
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return a row for each family: both tests of ours, and the fastest of transformers."""
+    rows = []
+    for row in figures["rows"]:
+        cells = [f"{row['title']}, {row['parameters'] / 1e9:.1f} B"]
+        for kind in ("tg", "pp"):
+            test = row["tests"][kind]
+            ours, peer = test[OURS], test[best_of_peer(test)]
+            ratio = times(ours["median"] / peer["median"], ours["rounds"], peer["rounds"])
+            cells += [f"{ours['median']:.1f}", f"{peer['median']:.1f} ({best_of_peer(test)})", ratio]
+        rows.append(cells)
+    decoding, reading = f"decode {NEW} t/s", f"prefill {PROMPT} t/s"
+    peer = "transformers at its best"
+    return markdown(["bf16, one sequence", decoding, peer, "ratio", reading, peer, "ratio"], rows)
+
+
+TABLES = {"decode_families": table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--layers", type=int, help="of each model, in place of its own number")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.families.split(","):
+        with tempfile.TemporaryDirectory() as directory:
+            rows.append(measure(name, arguments.layers, arguments.repetitions, Path(directory)))
+    save("decode_families", {"rows": rows}, transformers_version())
+
+
+if __name__ == "__main__":
+    main()
