@@ -85,7 +85,7 @@ class FfnInputs:
             common = [block.shared] if "shared" in include and block.shared is not None else []
             self.networks = [*block.experts, *common]
             block.observer = self._select
-        hidden = block.hidden_size if isinstance(block, MoeBlock) else block.gate_FD.shape[1]
+        hidden = block.hidden_size
         shape = text.sequences, text.length, hidden
         self._kept = Activations(shape, dtype, together=together, budget=budget)
         self._kept_shared: Activations | None = None

@@ -146,7 +146,7 @@ def collect_units(
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
         block = layer.feed_forward
-        if not isinstance(block, MoeBlock) and "dense" not in include:
+        if block is None or not (isinstance(block, MoeBlock) or "dense" in include):
             return None
         text = Text(rows, tokens_SL.shape[1])
         inputs = FfnInputs(block, text, dtype, include=include, budget=budget, release=checkpoint.release)

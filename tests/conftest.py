@@ -191,6 +191,23 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "final_logit_softcapping": 2.0,
     },
+    "nemotron_h": {
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"),
+        ],
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 5,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 40,
+        "routed_scaling_factor": 1.7,
+    }
+    | GROUPS,
     "deepseek_v32": LATENT | FINE_GRAINED | GROUPS | INDEXER,
     "glm_moe_dsa": LATENT | FINE_GRAINED | INDEXER | {"indexer_types": ["full", "shared", "full"]},
     "glm4_moe_lite": LATENT | {key: value for key, value in FINE_GRAINED.items() if key != "first_k_dense_replace"},

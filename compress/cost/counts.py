@@ -130,6 +130,8 @@ class Passes:
 
         With linear attention this is the number of positions that cost as much.
         """
+        if not self.config.layers[index].attends:
+            return 0.0
         if (linear := self.config.layers[index].linear) is not None:
             return linear.positions(length)
         window = self.config.layers[index].window
@@ -156,7 +158,7 @@ class Passes:
         linear = config.layers[index].linear
         own = config.heads_of(index)
         heads = (config.attention_heads + 2 * own.groups) * own.size
-        heads = heads if linear is None else linear.projected
+        heads = heads * config.layers[index].attends if linear is None else linear.projected
         scores = self._heads(index) * self.keys(index, length)
         elements = RESIDUAL_VECTORS * hidden + SLOT_VECTORS * met * hidden + WIDTH_VECTORS * met * width
         return self.bytes_per_element * (elements + HEAD_VECTORS * heads + SCORE_PASSES * scores)
@@ -360,7 +362,8 @@ def _expert_weights(config: DecoderConfig, index: int) -> float:
     """Return the number of weights of a layer's expert of mean width."""
     moe = config.layers[index].moe
     assert moe is not None
-    return sum(prod(shape) for shape in expert_shapes(config, index) if len(shape) == 2) * moe.mean_width / moe.expert_width
+    matrices = (shape for shape in expert_shapes(config, index).values() if len(shape) == 2)
+    return sum(map(prod, matrices)) * moe.mean_width / moe.expert_width
 
 
 def _in_batch(tokens: int, length: int) -> int:

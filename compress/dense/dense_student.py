@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compress.plans.apply import dense_ffns, part_tensor, planned_config, planned_name, side_by_side
 from compress.plans.plan import Plan
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.experts import Expert
+from engine.decoder.experts import Expert, expert_of
 from engine.decoder.model import Decoder, DecoderLayer
 from engine.decoder.parameters import parameters_on_disk
 from engine.families.experts import DOWN, DOWN_BIAS, GATE_BIAS
@@ -54,7 +54,7 @@ def ffn_sum(
     for part in planned.parts:
         unscaled = replace(part, scale=1.0)
         tensors = [part_tensor(checkpoint, layer, unscaled, p) for p in expert_parts(checkpoint.config.architecture)]
-        ffns.append(Expert(*(tensor.to(device=device, dtype=dtype) for tensor in tensors), swiglu=moe.swiglu))
+        ffns.append(expert_of((tensor.to(device=device, dtype=dtype) for tensor in tensors), moe.swiglu))
     return FfnSum(ffns, [part.scale for part in planned.parts], device)
 
 
@@ -88,12 +88,12 @@ def student_parameters(student: Decoder) -> dict[str, nn.Parameter]:
 
     Unfolded FFNs have the names `layers.L.ffns.I.PROJECTION` and `layers.L.a`.
     """
-    found = parameters_on_disk(student)
+    found, parts = parameters_on_disk(student), expert_parts(student.config.architecture)
     for index, block in sums(student).items():
         found[f"layers.{index}.a"] = block.a_K
         for place, ffn in enumerate(block.ffns):
             assert isinstance(ffn, Expert)
-            for projection, tensor in enumerate(ffn.projections):
+            for projection, tensor in zip(parts, ffn.projections, strict=True):
                 assert isinstance(tensor, nn.Parameter)
                 found[f"layers.{index}.ffns.{place}.{projection}"] = tensor
     return found
@@ -127,7 +127,7 @@ def saved_tensors(trained: Mapping[str, Tensor], plan: Plan, checkpoint: Checkpo
     for layer, (planned,) in plan.layers.items():
         places = range(len(planned.parts))
         a_K = trained[f"layers.{layer}.a"].float()
-        for parts in (every[:GATE_BIAS], every[GATE_BIAS:]):
+        for parts in ([p for p in every if p < GATE_BIAS], [p for p in every if p >= GATE_BIAS]):
             ffns = [[trained[f"layers.{layer}.ffns.{place}.{p}"].float() for p in parts] for place in places]
             for projection, tensor in zip(parts, folded(ffns, a_K) if parts else (), strict=True):
                 result[planned_name(plan, checkpoint, layer, 0, projection)] = tensor

@@ -25,7 +25,8 @@ def held_bytes(width: int, hidden: int) -> int:
 
 
 Projections = tuple[Tensor, ...]
-"""gate_FD, up_FD, down_DF of one SwiGLU expert and, if it has biases, gate_F, up_F, down_D; in any floating dtype."""
+"""gate_FD, up_FD, down_DF of one SwiGLU expert and, if it has biases, gate_F, up_F, down_D; in any floating dtype. An expert
+without a gate has up_FD and down_DF."""
 
 
 def expert_weights(checkpoint: Checkpoint, layer: int, expert: int) -> Projections:
@@ -65,5 +66,6 @@ def alignment(centre: Projections, expert: Projections, device: torch.device | s
 
 def _of_units(projections: Projections) -> list[Tensor]:
     """Return the projections with one row per hidden unit: [F, D] or [F, 1] each."""
-    gate_FD, up_FD, down_DF, *biases = projections
-    return [gate_FD, up_FD, down_DF.T, *(bias_F[:, None] for bias_F in biases[:2])]
+    *ins, down_DF = (matrix for matrix in projections if matrix.dim() > 1)
+    biases = (bias for bias in projections if bias.dim() == 1)
+    return [*ins, down_DF.T, *(bias_F[:, None] for bias_F, _ in zip(biases, ins, strict=False))]

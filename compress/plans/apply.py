@@ -37,6 +37,7 @@ from engine.families.tensor_names import (
     dense_tensor,
     expert_parts,
     expert_tensor,
+    ffn_parts,
     is_router_bias,
     shared_tensor,
 )
@@ -193,7 +194,8 @@ def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
 def dense_ffns(checkpoint: Checkpoint) -> set[str]:
     """Return the names of the projections of layers that have no experts."""
     dense = [index for index, layer in enumerate(checkpoint.config.layers) if layer.moe is None]
-    return {dense_tensor(index, projection) for index in dense for projection in range(3)}
+    parts = ffn_parts(checkpoint.config.architecture)
+    return {dense_tensor(index, projection) for index in dense for projection in parts}
 
 
 def _fitted(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -406,7 +408,7 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
             elif row.dense_sibling is None:  # the softmax of one logit is always 1
                 made[name] = _deferred(torch.zeros, 1, *inputs)
     for layer, units in plan.common.items():
-        for projection in range(3):
+        for projection in ffn_parts(row):
             name = common_tensor(checkpoint.config, layer, projection)
             made[name] = _deferred(_narrowed, checkpoint, name, projection, units)
     return made

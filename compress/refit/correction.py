@@ -114,24 +114,26 @@ def corrected(run: MethodRun, plan: Plan, fitted: Mapping[str, Tensor]) -> Corre
                 del layer
             small = DecoderLayer(config, index, source)
             budget.relieve_between_experts(small, Expert, checkpoint.release)
-            inputs = FfnInputs(
-                small.feed_forward,
-                text,
-                dtype,
-                include=include,
-                together=TOGETHER,
-                budget=budget,
-                release=checkpoint.release,
-            )
+            inputs = None
+            if index in fitted_ffns and small.feed_forward is not None:
+                inputs = FfnInputs(
+                    small.feed_forward,
+                    text,
+                    dtype,
+                    include=include,
+                    together=TOGETHER,
+                    budget=budget,
+                    release=checkpoint.release,
+                )
             for part in batches:
                 after["small"][part] = small(states["small"][part].to(device), positions)
-            inputs.stop()
-            if index in fitted_ffns:
+            if inputs is not None:
+                inputs.stop()
                 layer_correction = _LayerCorrection(run, small, inputs, fitted_ffns[index], after)
                 changed = layer_correction.solve()
                 _save(directory, index, changed, layer_correction.drift_before, layer_correction.drift())
                 layer_correction.close()
-            inputs.close()
+                inputs.close()
             del small, inputs
             for name in MODELS:
                 shelf.finish(f"{name}-{index + 1}")

@@ -42,6 +42,7 @@ from engine.families.tensor_names import (
     attention_prefix,
     dense_tensor,
     expert_tensor,
+    ffn_parts,
     shared_gate_tensor,
     shared_tensor,
 )
@@ -154,17 +155,20 @@ def activation_scales(
     found = Rescaling()
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None]:
-        block, attention = layer.feed_forward, Inputs(layer.attention, sample_T)
-        feed_forward = Inputs(block, sample_T)
+        attention, block = layer.attention, layer.feed_forward
+        of_attention = None if attention is None else Inputs(attention, sample_T)
+        of_block = None if block is None else Inputs(block, sample_T)
         has_own_norms = isinstance(block, MoeBlock) and block.own_norms is not None
-        hidden = Inputs(block, sample_T, place=2) if has_own_norms else None
+        of_hidden = Inputs(block, sample_T, place=2) if block is not None and has_own_norms else None
 
         def finish() -> None:
             search = LayerSearch(checkpoint, index, scheme, found)
-            exponents = [0.0 if experts_only else search.attention(layer, attention.sample_TD)]
-            if isinstance(block, MoeBlock) or not experts_only:
-                own = None if hidden is None else hidden.sample_TD
-                exponents += search.feed_forward(block, feed_forward.sample_TD, own)
+            exponents = [0.0]
+            if attention is not None and of_attention is not None and not experts_only:
+                exponents = [search.attention(layer, attention, of_attention.sample_TD)]
+            if block is not None and of_block is not None and (isinstance(block, MoeBlock) or not experts_only):
+                hidden = None if of_hidden is None else of_hidden.sample_TD
+                exponents += search.feed_forward(block, of_block.sample_TD, hidden)
             found.exponents[index] = exponents
 
         return finish
@@ -209,12 +213,12 @@ class LayerSearch:
         """The model's config."""
         return self.checkpoint.config
 
-    def attention(self, layer: DecoderLayer, x_TD: Tensor) -> float:
+    def attention(self, layer: DecoderLayer, attention: nn.Module, x_TD: Tensor) -> float:
         """Return α of attention's input."""
         if layer.residuals is not None:
             return 0.0  # the residual connection reads the norm too
         prefix = attention_prefix(self.config, self.index)
-        own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(layer.attention)}
+        own = {f"{prefix}.{name}": weight for name, weight in attention_parameters(attention)}
         rounded = [f"{prefix}.{name}.weight" for name in READ_THE_NORM]
         rounded = [name for name in rounded if name in own]
         others = [name for name in (f"{prefix}.{each}" for each in NEVER_ROUNDED) if name in self.checkpoint.shapes]
@@ -242,9 +246,11 @@ class LayerSearch:
     def _input(self, norm: str, ffns: Sequence[_Ffn], x_TD: Tensor, others: Sequence[str]) -> float:
         """Return α of the input of gate and up of the FFNs that read one norm. others: further readers of the norm."""
         used = [each for each in ffns if len(each[2])]
-        matrices = [(as_tensor(weight), rows_TD) for _, ffn, rows_TD in used for weight in ffn.projections[:2]]
+        matrices = [
+            (as_tensor(weight), rows_TD) for names, ffn, rows_TD in used for weight in ffn.projections[: len(names) - 1]
+        ]
         alpha, s_D = self._best(x_TD, matrices, used[0][0][0])
-        readers = [name for names, _, _ in ffns for name in names[:2]]
+        readers = [name for names, _, _ in ffns for name in names[:-1]]
         self._fold(self._norm(norm), [*readers, *others], s_D, self.config.zero_centered)
         return alpha
 
@@ -255,25 +261,29 @@ class LayerSearch:
     def _down(self, names: list[str], ffn: Expert, x_TD: Tensor) -> float:
         if not ffn.is_linear_in_up:
             return 0.0
-        down_DF = as_tensor(ffn.projections[2])
+        *_, up, down = names
         middle_TF = ffn.units(x_TD)
-        alpha, s_F = self._best(middle_TF, [(down_DF, middle_TF)], names[2])
-        self._fold(names[1:2], names[2:], s_F)
+        alpha, s_F = self._best(middle_TF, [(as_tensor(ffn.down_DF), middle_TF)], down)
+        if ffn.has_gate:
+            self._fold([up], [down], s_F)
+        else:  # relu(u / √s)² = relu(u)² / s
+            self._fold([up], [], s_F.sqrt())
+            self._fold([], [down], s_F)
         return alpha
 
     def _ffns(self, block: MoeBlock | Expert, x_TD: Tensor, hidden_TD: Tensor | None) -> Iterator[_Ffn]:
         """Yield each FFN of the layer with the names of its matrices, and the tokens that reach it."""
         row, index = self.config.architecture, self.index
         if isinstance(block, Expert):
-            yield [dense_tensor(index, projection) for projection in range(3)], block, x_TD
+            yield [dense_tensor(index, projection) for projection in ffn_parts(row)], block, x_TD
             return
         chosen_TS = select(block.routing, x_TD, block.logits(x_TD, hidden_TD=hidden_TD)).experts
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
-            names = [expert_tensor(row, index, number, projection) for projection in range(3)]
+            names = [expert_tensor(row, index, number, projection) for projection in ffn_parts(row)]
             yield names, expert, x_TD[(chosen_TS == number).any(dim=1)]
         if block.shared is not None:
-            names = [shared_tensor(row, index, projection) for projection in range(3)]
+            names = [shared_tensor(row, index, projection) for projection in ffn_parts(row)]
             yield names, block.shared, block.shared_input(x_TD, hidden_TD)
 
     def _unrounded(self) -> list[str]:

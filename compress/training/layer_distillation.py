@@ -76,7 +76,7 @@ class Teacher:
         outputs: dict[int, Tensor] = {}
         for index in range(self._count):
             layer = self._layers[index] if index in self._layers else self._load(index)
-            watched = {index: layer.feed_forward} if index in config.moe_layers else {}
+            watched = {} if layer.feed_forward is None or index not in config.moe_layers else {index: layer.feed_forward}
             with outputs_of(watched) as seen:
                 x_BLD = layer(x_BLD, positions)
             outputs |= seen
@@ -90,8 +90,9 @@ class Teacher:
 
 
 def feed_forwards(decoder: Decoder) -> dict[int, nn.Module]:
-    """Return the feed-forward block of each layer, an MoE block or a dense FFN."""
-    return dict(enumerate(block for layer in decoder.layers if isinstance(block := layer.feed_forward, nn.Module)))
+    """Return the feed-forward block of each layer that has one, an MoE block or a dense FFN."""
+    blocks = ((index, layer.feed_forward) for index, layer in enumerate(decoder.layers))
+    return {index: block for index, block in blocks if isinstance(block, nn.Module)}
 
 
 @contextmanager

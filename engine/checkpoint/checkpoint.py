@@ -100,10 +100,11 @@ class Checkpoint(ModelDirectory):
         for layer, experts in self.config.experts_by_layer.items():
             own = router_tensor(self.config.architecture, layer)
             inputs = router_tensors(self.config, layer)[own][1]
-            names = [own, router_in_memory(self.config.architecture, layer)]
+            on_disk = name_on_disk(self.config.architecture, own)
+            names = [on_disk, router_in_memory(self.config.architecture, layer)]
             name = next((name for name in names if name in by_name), None)
-            if own + PACKED in by_name:
-                raise UnsupportedError(f"{self.directory}: {own} is packed, and the engine reads plain routers only")
+            if on_disk + PACKED in by_name:
+                raise UnsupportedError(f"{self.directory}: {on_disk} is packed, and the engine reads plain routers only")
             if name is None:
                 raise CheckpointError(f"{self.directory}: tensor {names[0]} is missing; {SAME_MODEL}")
             shape = by_name[name].entries[name].shape
@@ -119,7 +120,7 @@ class Checkpoint(ModelDirectory):
             if isinstance(view, StoredView) and (file := by_name.get(f"{name}{SCALES}")) is not None:
                 view.scales = Scales(file, f"{name}{SCALES}", block)
                 view.scales.check(view, f"{self.directory}: tensor {name}")
-                view.element = by_name[EMBEDDINGS].entries[EMBEDDINGS].element
+                view.element = self._views[EMBEDDINGS].element
 
     def _quantised_views(self, by_name: Mapping[str, MappedFile]) -> dict[str, QuantizedView]:
         renamed = names_on_disk(self.config)

@@ -133,7 +133,7 @@ class ModelDirectory:
     def _expert_parameters(self, layer: int) -> int:
         """Return the number of parameters of all routed experts of a layer."""
         experts = range(self.config.experts_by_layer[layer])
-        return sum(math.prod(shape) for expert in experts for shape in expert_shapes(self.config, layer, expert))
+        return sum(math.prod(shape) for expert in experts for shape in expert_shapes(self.config, layer, expert).values())
 
 
 def _refuse_foreign_code(directory: Path, config: Mapping[str, Any]) -> None:

@@ -21,7 +21,14 @@ from engine.errors import OptionError
 from engine.families.architecture import Architecture
 from engine.families.results import otherwise_in_transformers, too_ragged_for_transformers
 from engine.families.table import ARCHITECTURES
-from engine.families.tensor_names import dense_down_name, dense_module, down_name, has_transposed_stacks, shared_module
+from engine.families.tensor_names import (
+    dense_down_name,
+    dense_module,
+    down_name,
+    has_gate,
+    has_transposed_stacks,
+    shared_module,
+)
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import code_in, named
 
@@ -224,7 +231,8 @@ _CALL_OF_LAYER = """\
 def render(row: Architecture) -> str:
     """Return the source of `modeling_compressed.py` for a family."""
     (block, router), down, is_transposed = row.modules, down_name(row), has_transposed_stacks(row)
-    units = {"gate_up_proj": (1 + is_transposed, 2), "gate_up_proj_bias": (1, 2), "down_proj": (2 - is_transposed, 1)}
+    ins = {"gate_up_proj": (1 + is_transposed, 2), "gate_up_proj_bias": (1, 2)} if has_gate(row) else {"up_proj": (1, 1)}
+    units = ins | {"down_proj": (2 - is_transposed, 1)}
     common = {"dense": dense_module(row), "shared": shared_module(row), "downs": _down_names(row)}
     functions, call = (_FUNCTIONS, _CALL) if block else (_FUNCTIONS_OF_LAYER, _CALL_OF_LAYER)
     names = {"block": block, "router": router, "top_k": row.experts_per_token_key}

@@ -96,7 +96,7 @@ class DecodeStep:
     def _knows(self, kernels: Any) -> bool:
         """Return whether the kernels support the model; update the tables if weights or routings have changed."""
         routings = [block.routing for block in self._blocks]
-        first = [layer.attention_norm.data_ptr() for layer in (self._layers[0], self._layers[-1])]
+        first = [_first_norm(layer).data_ptr() for layer in (self._layers[0], self._layers[-1])]
         if first != self._first:  # weights are moved all together or not at all
             self._first, self._routings = first, []
             self._is_served = self.serves(kernels)
@@ -152,6 +152,11 @@ class DecodeStep:
                 block.observer(as_bfloat16(inputs[layer]), as_bfloat16(own_logits), selection)
 
 
+def _first_norm(layer: Any) -> Tensor:
+    norm: Tensor = layer.feed_forward_norm if layer.attention_norm is None else layer.attention_norm
+    return norm
+
+
 def _is_known(routing: Routing) -> bool:
     gammas = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
     plain = (gamma.dtype == torch.float32 and gamma.is_cpu and gamma.is_contiguous() for gamma in gammas)
@@ -166,7 +171,12 @@ def _rule(routing: Routing) -> Any:
 def _serves(kernels: Any, layer: Any) -> bool:
     """Return whether the kernels support all parts of this layer."""
     attention, ffn = layer.attention, layer.feed_forward
-    if not isinstance(attention, Attention) or layer.attention_norm_bias is not None or layer.residuals is not None:
+    if (
+        ffn is None
+        or not isinstance(attention, Attention)
+        or layer.attention_norm_bias is not None
+        or layer.residuals is not None
+    ):
         return False
     if not attention.rotates or attention.unit_norm or attention.pairs or attention.clip is not None:
         return False
@@ -184,7 +194,7 @@ def _serves(kernels: Any, layer: Any) -> bool:
         plain += [bias for expert in experts for bias in expert.projections[3:] if isinstance(bias, Tensor)]
         matrices += [[weight for expert in experts for weight in expert.projections[:3]]]
     alone = _alone(ffn)
-    if alone is not None and not alone.is_plain:
+    if alone is not None and not (alone.is_plain and alone.has_gate):
         return False
     matrices += [] if alone is None else [list(alone.projections)]
     given = [weight for weight in plain if weight is not None]

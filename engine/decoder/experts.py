@@ -1,4 +1,4 @@
-"""The MoE block: any Routing over a list of SwiGLU experts, with two paths that compute the same function.
+"""The MoE block: any Routing over a list of experts, with two paths that compute the same function.
 
 `grouped` sorts the slots by expert and runs one product per expert: for prefill, calibration and everything with
 gradients. `sparse` runs the few experts of a few tokens as views without copies: for decoding. A test holds them equal.
@@ -10,9 +10,9 @@ gate network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -69,6 +69,9 @@ class Expert(nn.Module):
     With biases, all three products have one. `swiglu` replaces silu(g) ⊙ u.
     """
 
+    has_gate: ClassVar[bool] = True
+    """Whether the hidden units have a gate."""
+
     def __init__(
         self,
         gate_FD: Weight,
@@ -98,7 +101,12 @@ class Expert(nn.Module):
     @property
     def width(self) -> int:
         """Number of hidden units F."""
-        return self.gate_FD.shape[0]
+        return self.up_FD.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden size D."""
+        return self.up_FD.shape[1]
 
     @property
     def projections(self) -> tuple[nn.Parameter | LowBitWeight, ...]:
@@ -129,9 +137,41 @@ class Expert(nn.Module):
         if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
             # Without padding, each number of tokens would be a new shape, for which oneDNN compiles code.
             x_DT, dtype = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_OF_TOKENS)).T, x_TD.dtype
-            gate_FT = F.silu(plain(self.gate_FD, dtype) @ x_DT, inplace=True)
-            return (plain(self.down_DF, dtype) @ gate_FT.mul_(plain(self.up_FD, dtype) @ x_DT)).T[:tokens]
+            return (plain(self.down_DF, dtype) @ self._plain_units(x_DT)).T[:tokens]
         return linear(self.units(x_TD, choice), self.down_DF, self.down_D, choice)
+
+    def _plain_units(self, x_DT: Tensor) -> Tensor:
+        """Return the hidden units of a plain expert, [F, T]."""
+        gate_FT = F.silu(plain(self.gate_FD, x_DT.dtype) @ x_DT, inplace=True)
+        return gate_FT.mul_(plain(self.up_FD, x_DT.dtype) @ x_DT)
+
+
+class ExpertWithoutGate(Expert):
+    """down(relu(up·x)²) (arXiv 2109.08668), without biases."""
+
+    has_gate = False
+
+    def __init__(self, up_FD: Weight, down_DF: Weight) -> None:
+        super().__init__(up_FD, up_FD, down_DF)
+        del self.gate_FD
+
+    @property
+    def projections(self) -> tuple[nn.Parameter | LowBitWeight, ...]:
+        """Up and down, in the order of their indices."""
+        return self.up_FD, self.down_DF
+
+    def units(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
+        """Return the hidden units h, the input of the down projection, [T, F]."""
+        return linear(x_TD, self.up_FD, choice=choice).relu().square()
+
+    def _plain_units(self, x_DT: Tensor) -> Tensor:
+        return (plain(self.up_FD, x_DT.dtype) @ x_DT).relu_().square()
+
+
+def expert_of(projections: Iterable[Weight], swiglu: Activation | None = None) -> Expert:
+    """Return the expert with these projections, in the order of their indices: two are up and down, without a gate."""
+    own = tuple(projections)
+    return ExpertWithoutGate(*own) if len(own) == 2 else Expert(*own, swiglu=swiglu)
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: Activation | None) -> Tensor:
@@ -146,7 +186,8 @@ def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: Activation | None) -> Tensor:
 
 def table_row(expert: Expert) -> tuple[list[tuple[int, int]], int]:
     """Return the addresses of an expert's weights and its width, as the compiled kernels need them."""
-    return [addresses(weight) for weight in expert.projections], expert.width
+    gate = [] if expert.has_gate else [(0, 0)]
+    return gate + [addresses(weight) for weight in expert.projections], expert.width
 
 
 class CompiledExperts:
@@ -199,10 +240,11 @@ class CompiledExperts:
     def _look_up(self, kernels: Any, experts: Any) -> None:
         every = [weight for expert in experts for weight in expert.projections]
         self._experts, self._weights = experts, every
-        self._table = kernels.expert_table(map(table_row, experts))
         self._ends = addresses(every[0])[0], addresses(every[-1])[0]
+        self._table = kernels.expert_table(map(table_row, experts))
         swiglu: Activation | None = experts[0].swiglu
         self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
+        self._clamp = self._clamp if experts[0].has_gate else kernels.WITHOUT_GATE
         matrices = [weight for expert in experts for weight in expert.projections[:3]]
         biases = [weight for expert in experts for weight in expert.projections[3:]]
         served = not biases or kernel_form(kernels, biases) == kernels.PLAIN

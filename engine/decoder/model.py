@@ -19,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen
 from engine.decoder.decode_step import DecodeStep
-from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.experts import Expert, MoeBlock, expert_of
 from engine.decoder.gated_delta import GatedDelta, SplitGatedDelta
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
+from engine.decoder.mamba2 import Mamba2
 from engine.decoder.norms import BlockNorms, norm
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import (
@@ -47,6 +48,7 @@ from engine.families.layer_config import (
     GatedDeltaConfig,
     LightningConfig,
     LinearConfig,
+    Mamba2Config,
     MoeConfig,
     ShortConvolutionConfig,
     SplitGatedDeltaConfig,
@@ -59,6 +61,7 @@ from engine.families.tensor_names import (
     dense_tensor,
     expert_parts,
     expert_tensor,
+    ffn_parts,
     gate_hidden_tensor,
     head_tensor,
     input_scale_tensor,
@@ -81,19 +84,28 @@ FINAL_NORM = "model.norm"
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the MoE block or the dense FFN, each after its norm and with a residual connection."""
+    """Attention, then the MoE block or the dense FFN, each after its norm and with a residual connection.
+
+    Either of the two may be missing, together with its norm.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: TensorSource) -> None:
         super().__init__()
         keep_few_shapes()
-        prefix = f"model.layers.{layer}"
+        prefix, own = f"model.layers.{layer}", config.layers[layer]
         self.epsilon, self.zero_centered = config.norm_epsilon, config.zero_centered
         self.residual = config.multipliers.residual
-        self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
-        self.residuals = config.layers[layer].residuals
-        self.attention = _attention(config, layer, tensor)
-        self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
-        self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
+        self.residuals = own.residuals
+        self.attention: nn.Module | None = None
+        self.attention_norm, self.attention_norm_bias = None, None
+        if own.attends:
+            self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
+            self.attention = _attention(config, layer, tensor)
+        self.feed_forward: MoeBlock | Expert | None = None
+        self.feed_forward_norm, self.feed_forward_norm_bias = None, None
+        if own.feeds:
+            self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
+            self.feed_forward = _feed_forward(config, layer, tensor)
         names = [f"{prefix}.{name}.weight" for name in OUTPUT_NORMS] if config.output_norms else []
         self.output_norms = nn.ParameterList(frozen_tensor(tensor(name)) for name in names) if names else None
         scalar_1 = as_tensor(tensor(f"{prefix}.{LAYER_SCALAR}")) if config.output_norms else None
@@ -102,8 +114,11 @@ class DecoderLayer(nn.Module):
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]."""
         choice = positions.choice
-        normed = self._normed(x_BLD, self.attention_norm, self.attention_norm_bias, choice)
-        x_BLD = self._added(0, x_BLD, normed, self._normed_output(0, self.attention(normed, positions, cache), choice))
+        if self.attention is not None and self.attention_norm is not None:
+            normed = self._normed(x_BLD, self.attention_norm, self.attention_norm_bias, choice)
+            x_BLD = self._added(0, x_BLD, normed, self._normed_output(0, self.attention(normed, positions, cache), choice))
+        if self.feed_forward is None or self.feed_forward_norm is None:
+            return x_BLD
         normed = self._normed(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, choice)
         has_own_norms = isinstance(self.feed_forward, MoeBlock) and self.feed_forward.own_norms is not None
         hidden = (x_BLD.view(-1, x_BLD.shape[-1]),) if has_own_norms else ()
@@ -484,6 +499,7 @@ def routed_by(decoder: Routed, routings: Sequence[Routing]) -> Iterator[None]:
 _LINEAR: dict[type[LinearConfig], Callable[[DecoderConfig, int, TensorSource], nn.Module]] = {
     LightningConfig: LightningAttention,
     GatedDeltaConfig: GatedDelta,
+    Mamba2Config: Mamba2,
     ShortConvolutionConfig: ShortConvolution,
     SplitGatedDeltaConfig: SplitGatedDelta,
 }
@@ -498,19 +514,19 @@ def _attention(config: DecoderConfig, layer: int, tensor: TensorSource) -> nn.Mo
 def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> MoeBlock | Expert:
     row, moe = config.architecture, config.layers[layer].moe
     if moe is None:
-        return Expert(*(tensor(dense_tensor(layer, projection)) for projection in range(3)))
+        return expert_of(tensor(dense_tensor(layer, projection)) for projection in ffn_parts(row))
     experts = [
-        Expert(*(tensor(expert_tensor(row, layer, i, p)) for p in expert_parts(row)), swiglu=moe.swiglu)
+        expert_of((tensor(expert_tensor(row, layer, i, p)) for p in expert_parts(row)), moe.swiglu)
         for i in range(moe.experts)
     ]
-    shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
+    shared = [tensor(shared_tensor(row, layer, projection)) for projection in ffn_parts(row)] if moe.shared_width else []
     shared_gate = shared_gate_tensor(row, layer) if shared else None
     logit_bias = logit_bias_tensor(row, layer)
     return MoeBlock(
         as_tensor(tensor(router_tensor(row, layer))),
         experts,
         _own_routing(config, layer, moe, tensor),
-        Expert(*shared, swiglu=moe.swiglu) if shared else None,
+        expert_of(shared, moe.swiglu) if shared else None,
         None if shared_gate is None else as_tensor(tensor(shared_gate)),
         as_tensor(tensor(gate_hidden_tensor(row, layer))) if moe.gate_network_width else None,
         as_tensor(tensor(router_noise_tensor(row, layer))) if moe.noise_epsilon is not None else None,

@@ -11,6 +11,7 @@ from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.gated_delta import GatedDelta
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.lightning_attention import LightningAttention
+from engine.decoder.mamba2 import Mamba2
 from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.decoder.short_convolution import ShortConvolution
 from engine.families.config import DecoderConfig
@@ -18,12 +19,14 @@ from engine.families.tensor_names import (
     BLOCK_NORMS,
     LATENT_UP,
     LIGHTNING,
+    MAMBA2,
     OUTPUT_NORMS,
     SHORT_CONVOLUTION,
     attention_prefix,
     dense_tensor,
     expert_parts,
     expert_tensor,
+    ffn_parts,
     gate_hidden_tensor,
     input_scale_tensor,
     logit_bias_tensor,
@@ -56,15 +59,17 @@ def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
     return found
 
 
-def _named(name: str, weight: nn.Parameter, bias: nn.Parameter | None) -> dict[str, nn.Parameter]:
-    return {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
+def _named(name: str, weight: nn.Parameter | None, bias: nn.Parameter | None) -> dict[str, nn.Parameter]:
+    parts = {f"{name}.weight": weight, f"{name}.bias": bias}
+    return {own: part for own, part in parts.items() if part is not None}
 
 
 def layer_weights(config: DecoderConfig, index: int, layer: DecoderLayer) -> Iterator[Named]:
     """Yield the weights of a decoder layer, low-bit weights among them, by their names on disk."""
     prefix, own = f"model.layers.{index}", attention_prefix(config, index)
     yield from _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias).items()
-    yield from ((f"{own}.{name}", weight) for name, weight in _attention(layer.attention))
+    if layer.attention is not None:
+        yield from ((f"{own}.{name}", weight) for name, weight in _attention(layer.attention))
     norm = layer.feed_forward_norm, layer.feed_forward_norm_bias
     yield from _named(f"{prefix}.post_attention_layernorm", *norm).items()
     if layer.output_norms is not None:
@@ -87,6 +92,8 @@ def _attention(attention: nn.Module) -> Iterator[Named]:
         named: dict[str, nn.Parameter | LowBitWeight | None] = dict(zip(LIGHTNING, own, strict=True))
     elif isinstance(attention, GatedDelta):
         named = dict(zip(attention.names, _gated_delta(attention), strict=True))
+    elif isinstance(attention, Mamba2):
+        named = dict(zip(MAMBA2, _mamba2(attention), strict=True))
     elif isinstance(attention, ShortConvolution):
         named = dict(zip(SHORT_CONVOLUTION, (attention.inputs, attention.filter_D1K, attention.output), strict=True))
     elif isinstance(attention, LatentAttention):
@@ -100,6 +107,11 @@ def _attention(attention: nn.Module) -> Iterator[Named]:
 def _gated_delta(attention: GatedDelta) -> tuple[nn.Parameter | LowBitWeight, ...]:
     decays = attention.decay_bias_H, attention.log_rate_H
     return *attention.projections, attention.filter_C1K, *decays, attention.norm_V, attention.output
+
+
+def _mamba2(attention: Mamba2) -> tuple[nn.Parameter | LowBitWeight, ...]:
+    numbers = attention.step_bias_H, attention.log_rate_H, attention.through_H
+    return attention.inputs, attention.filter_C1K, attention.filter_bias_C, *numbers, attention.norm_X, attention.output
 
 
 def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | LowBitWeight | None]:
@@ -136,7 +148,7 @@ def _grouped(attention: Attention) -> dict[str, nn.Parameter | LowBitWeight | No
 def _feed_forward(config: DecoderConfig, index: int, layer: DecoderLayer) -> Iterator[Named]:
     row, block = config.architecture, layer.feed_forward
     if isinstance(block, Expert):
-        yield from zip((dense_tensor(index, p) for p in range(3)), block.projections, strict=True)
+        yield from zip((dense_tensor(index, p) for p in ffn_parts(row)), block.projections, strict=True)
     elif isinstance(block, MoeBlock):
         yield router_tensor(row, index), block.router_ND
         if block.gate_hidden_HD is not None:
@@ -153,6 +165,6 @@ def _feed_forward(config: DecoderConfig, index: int, layer: DecoderLayer) -> Ite
             names = (expert_tensor(row, index, number, p) for p in expert_parts(row))
             yield from zip(names, expert.projections, strict=True)
         if block.shared is not None:
-            yield from zip((shared_tensor(row, index, p) for p in range(3)), block.shared.projections, strict=True)
+            yield from zip((shared_tensor(row, index, p) for p in ffn_parts(row)), block.shared.projections, strict=True)
         if block.shared_gate_1D is not None and (gate := shared_gate_tensor(row, index)) is not None:
             yield gate, block.shared_gate_1D

@@ -94,17 +94,17 @@ class TritonExperts:
 
     def _look_up(self, experts: Any) -> None:
         """Update the table if the experts have changed. Weights are moved all together or not at all."""
-        ends = experts[0].gate_FD.data_ptr(), experts[-1].down_DF.data_ptr()
+        ends = experts[0].up_FD.data_ptr(), experts[-1].down_DF.data_ptr()
         if self._ends != ends or len(self._table_NA) != len(experts):
             rows = [[*(weight.data_ptr() for weight in expert.projections), expert.width] for expert in experts]
-            self._ends, self._table_NA = ends, torch.tensor(rows, device=experts[0].gate_FD.device)
+            self._ends, self._table_NA = ends, torch.tensor(rows, device=experts[0].up_FD.device)
             self._sizes, self._widest = sizes(experts), max(expert.width for expert in experts)
 
 
 def sizes(experts: Any) -> dict[str, Any]:
     """Return the sizes for which the kernels are compiled. Differing widths are rounded, so that layers share a kernel."""
     widths, like = [expert.width for expert in experts], experts[0]
-    made = {"D": like.gate_FD.shape[1], "A": len(like.projections)}
+    made = {"D": like.hidden_size, "A": len(like.projections)}
     if len(set(widths)) == 1:
         return made | {"F": widths[0], "MULTIPLE": None}
     return made | {"F": 1 << (max(widths) - 1).bit_length(), "MULTIPLE": math.gcd(MULTIPLE, *widths)}
@@ -144,7 +144,7 @@ def tiles(experts_R: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
 def can_serve(experts: Any) -> bool:
     """Return whether the kernels support these experts: plain matrices of one dtype, aligned to 16 bytes."""
     weights = [weight for expert in experts for weight in expert.projections]
-    if not weights or not all(isinstance(weight, Tensor) for weight in weights):
+    if not weights or not experts[0].has_gate or not all(isinstance(weight, Tensor) for weight in weights):
         return False
     kinds = {(weight.dtype, weight.device, weight.is_contiguous()) for weight in weights}
     parts = {len(expert.projections) for expert in experts}
@@ -176,7 +176,7 @@ def use_triton(blocks: Sequence[MoeBlock]) -> None:
     decided: dict[Any, tuple[bool, bool]] = {}
     for block in filter(lambda block: can_serve(block.experts), blocks):
         first: Any = block.experts[0]
-        kind = tuple(sizes(block.experts).items()), first.gate_FD.dtype, first.swiglu
+        kind = tuple(sizes(block.experts).items()), first.up_FD.dtype, first.swiglu
         try:
             if kind not in decided:
                 few, many = (_pays(block, tokens, wanted == "auto") for tokens in TRIALS)

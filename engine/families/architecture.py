@@ -47,6 +47,9 @@ class Architecture:
     not_onnx: str | None = None
     """Reason why no model of the family can be written as an ONNX graph; None if it can."""
 
+    left_to_transformers: tuple[str, ...] = ()
+    """Config keys of features that our decoder lacks: transformers runs a model that has any of them."""
+
     @property
     def in_transformers(self) -> bool:
         """Whether transformers has a class for the family."""

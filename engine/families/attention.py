@@ -15,10 +15,12 @@ from engine.families.layer_config import (
     LayerHeads,
     LightningConfig,
     LinearConfig,
+    Mamba2Config,
     ShortConvolutionConfig,
     SplitGatedDeltaConfig,
 )
-from engine.families.values import keys, natural, of_layer, positive
+from engine.families.layer_pattern import BLOCKS
+from engine.families.values import keys, natural, number, of_layer, positive
 from engine.files.json_file import shown
 
 LINEAR, FULL, SLIDING, CHUNKED = "linear_attention", "full_attention", "sliding_attention", "chunked_attention"
@@ -242,11 +244,13 @@ class LinearLayers(GroupedQuery):
     kinds: ClassVar[frozenset[str]] = frozenset(["linear"])
     kind: ClassVar[str] = LINEAR
     """Entry of `layer_types` for layers that have a state."""
+    others: ClassVar[frozenset[str]] = frozenset()
+    """Entries of `layer_types` for layers without attention."""
 
     def lacking(self, family: Any) -> Iterator[str]:
         """Yield the settings that cannot be honored: other kinds of layers, or no layer of full attention."""
         yield from super().lacking(family)
-        if not {FULL} <= set(own := family.layer_types or ()) <= {self.kind, FULL}:
+        if not {FULL} <= set(own := family.layer_types or ()) <= {self.kind, FULL, *self.others}:
             yield f"layer_types={sorted(set(own))}"
 
     def linear(self, family: Any, index: int, heads: Heads) -> LinearConfig | None:
@@ -301,6 +305,29 @@ class SplitGatedDelta(GatedDelta):
     """The gated delta rule with a matrix for each projection, beside attention with an output gate."""
 
     made: ClassVar[type[GatedDeltaConfig]] = SplitGatedDeltaConfig
+
+
+@dataclass(frozen=True)
+class Mamba2Layers(LinearLayers):
+    """Mamba-2 in layers of linear attention, grouped-query attention in others, and layers that are a single FFN."""
+
+    others: ClassVar[frozenset[str]] = BLOCKS
+    least_step: str = "time_step_min"
+    """Config key of the minimum of Δ."""
+
+    def sizes(self, family: Any, heads: Heads) -> LinearConfig:
+        """Return the sizes of Mamba-2. Raises CheckpointError for heads that are not as many in each group."""
+        count, groups = positive(family, "mamba_num_heads"), positive(family, "n_groups")
+        if count % groups:
+            raise CheckpointError(f"config.json: {count} Mamba heads are not {groups} groups of one size (n_groups)")
+        return Mamba2Config(
+            heads=count,
+            key_dimension=positive(family, "ssm_state_size"),
+            value_dimension=positive(family, "mamba_head_dim"),
+            groups=groups,
+            kernel=positive(family, "conv_kernel"),
+            least_step=number(self.least_step, getattr(family, self.least_step)),
+        )
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ class DecoderConfig:
 
     @property
     def caching_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that cache something for each position. All other layers have a state."""
-        return tuple(index for index, layer in enumerate(self.layers) if layer.linear is None)
+        """Indices of the layers that cache something for each position. All others have a state, or no attention."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.attends and layer.linear is None)
 
     @property
     def linear_layers(self) -> dict[int, LinearConfig]:

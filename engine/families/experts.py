@@ -55,14 +55,21 @@ class ExpertNames:
     """Name of a projection's tensor within the block."""
     stacks: tuple[Stack, ...] = ()
     """Layout of experts on disk if it is not one by one. The names of `expert` are then used by this project only."""
+    has_gate: bool = True
+    """Whether an FFN has a gate: down(silu(gate(x)) · up(x)) with one, and down(relu(up(x))²) without (arXiv 2109.08668)."""
     modules: tuple[str, str] = ("mlp", "gate")
     """transformers' names for the block within a layer, and for the router within the block, in a loaded model."""
+
+    @property
+    def matrices(self) -> range:
+        """Indices of the projections of an expert or of another FFN."""
+        return range(GATE if self.has_gate else UP, DOWN + 1)
 
     @property
     def parts(self) -> range:
         """Indices of the tensors of an expert, with biases if a stack holds some."""
         has_biases = any(GATE_BIAS in stack.projections for stack in self.stacks)
-        return range(DOWN_BIAS + 1 if has_biases else DOWN + 1)
+        return range(DOWN_BIAS + 1) if has_biases else self.matrices
 
 
 NAMES_OF_LAYER = ExpertNames("", stacks=plain_stacks(), modules=("", "router"))

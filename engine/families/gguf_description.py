@@ -30,8 +30,8 @@ class Description:
 
 def described(config: DecoderConfig) -> Description:
     """Return the description of a model. Raises UnsupportedError for what a GGUF file of its family cannot say."""
-    check_uniform(config)
     family = family_to_write(config)
+    check_uniform(config)
     tensors = stored_tensors(config, family)
     facts = Facts(family.metadata(config), {tensor.name: tensor.shape for tensor in tensors})
     _check_read_back(config, family, facts)
@@ -44,7 +44,7 @@ def check_uniform(config: DecoderConfig) -> None:
     _check_one("numbers of experts", (moe.experts for moe in moes))
     _check_one("widths of experts", (width for moe in moes for width in moe.widths))
     _check_one("widths of shared experts", (moe.shared_width for moe in moes))
-    _check_one("widths of dense FFNs", (layer.dense_width for layer in config.layers if layer.moe is None))
+    _check_one("widths of dense FFNs", (layer.dense_width for layer in config.layers if layer.moe is None and layer.feeds))
 
 
 def _check_one(what: str, numbers: Iterable[int]) -> None:

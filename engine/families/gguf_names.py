@@ -142,7 +142,7 @@ def _feed_forward_places(config: DecoderConfig, layer: int, stored: frozenset[st
     }
     if moe.shared_width:
         found |= {shared_tensor(row, layer, part): Place(f"{block}{_PROJECTIONS[part]}_shexp.weight") for part in range(3)}
-    for part in range(len(expert_shapes(config, layer))):
+    for part in expert_shapes(config, layer):
         for expert in range(moe.experts):
             found[expert_tensor(row, layer, expert, part)] = _expert_place(block, part, expert, moe, stored)
     return {name: place for name, place in found.items() if name is not None}

@@ -206,6 +206,56 @@ class SplitGatedDeltaConfig(GatedDeltaConfig):
 
 
 @dataclass(frozen=True)
+class Mamba2Config(LinearConfig):
+    """Sizes of a Mamba-2 mixer (engine/decoder/mamba2.py). B and C stand in the place of keys and queries, and x in that of
+    values.
+    """
+
+    module: ClassVar[str] = "mixer"
+    block: ClassVar[int] = 64
+    groups: int
+    """Number of groups of heads. The heads of a group share B and C."""
+    kernel: int
+    """Number of positions that the convolution reads."""
+    least_step: float
+    """Minimum of Δ."""
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token's x, and of its gate."""
+        return self.heads * self.value_dimension
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's x, B and C, which the convolution reads."""
+        return self.inner + 2 * self.groups * self.key_dimension
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the matrices, and of the last inputs of the convolution."""
+        return *super().state_shapes, (self.kernel - 1, self.channels)
+
+    @property
+    def projected(self) -> int:
+        """Elements of a token's gate, x, B, C and Δ."""
+        return self.inner + self.channels + self.heads
+
+    @property
+    def held(self) -> int:
+        """Numbers in float32 that a token of a prompt needs, with B and C of each head and a block's scores."""
+        return 3 * self.projected + 3 * self.inner + self.heads * (2 * self.key_dimension + 3 * self.block)
+
+    def positions(self, length: int) -> float:
+        """Return the number that the products within a block and with the state cost.
+
+        Within a block, C is multiplied with B in each group, and x is mixed. B and C are multiplied with the state.
+        """
+        sizes = self.key_dimension + self.value_dimension
+        within = self.key_dimension * self.groups / self.heads + self.value_dimension
+        return (within * min(self.block, length) + 2 * self.key_dimension * self.value_dimension) / sizes
+
+
+@dataclass(frozen=True)
 class ShortConvolutionConfig(LinearConfig):
     """Sizes of a gated short convolution (engine/decoder/short_convolution.py), as one head with a value of D numbers."""
 
@@ -277,12 +327,16 @@ class Multipliers:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One decoder layer: MoE if `moe` is set, otherwise one FFN of `dense_width`."""
+    """One decoder layer: attention, then an MoE block if `moe` is set, otherwise one FFN of `dense_width`.
+
+    A layer of some families has one of the two only: no attention, or neither experts nor an FFN.
+    """
 
     window: int | Chunk | None
     """Sliding window in tokens, or chunks; None if every position attends to all earlier positions."""
     moe: MoeConfig | None
     dense_width: int
+    """Number of hidden units of the FFN of a layer without experts; 0 if the layer has no FFN either."""
     rotates: bool = True
     unit_norm: bool = False
     """Whether rotated queries and keys are divided by their root mean square."""
@@ -296,3 +350,10 @@ class LayerConfig:
     """Sizes of the layer's attention where they differ between layers; None for those of the whole model."""
     kind: str | None = None
     """The kind of layer, where each kind has rotary parameters of its own; None where all layers share them."""
+    attends: bool = True
+    """Whether the layer has attention, or something else in its place."""
+
+    @property
+    def feeds(self) -> bool:
+        """Whether the layer has experts or an FFN."""
+        return self.moe is not None or self.dense_width > 0

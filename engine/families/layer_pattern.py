@@ -11,6 +11,9 @@ from engine.files.json_file import shown
 
 DENSE, SPARSE = "dense", "sparse"
 """Kinds of feed-forward blocks, as entries of `mlp_layer_types`."""
+EXPERTS, FFN = "moe", "mlp"
+BLOCKS = frozenset([EXPERTS, FFN])
+"""Kinds of layers that are a single feed-forward block, as entries of `layers_block_type`."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,16 @@ class EveryLayer:
         """Return whether a layer holds experts."""
         return True
 
-    def all_dense(self, layers: int) -> dict[str, Any] | None:
-        """Return config keys with which none of so many layers holds experts, or None if no config can express it."""
+    def attends(self, family: Any, index: int) -> bool:
+        """Return whether a layer has attention."""
+        return True
+
+    def ffn_width(self, family: Any, index: int) -> int:
+        """Return the width by the family's own key of the FFN of a layer without experts; 0 if it has no FFN either."""
+        return positive(family, self.dense_width)
+
+    def all_dense(self, family: Any) -> dict[str, Any] | None:
+        """Return config keys with which no layer holds experts, or None if no config can express it."""
         return None
 
 
@@ -43,9 +54,9 @@ class SparseStep(EveryLayer):
         only_dense = set(getattr(family, "mlp_only_layers", None) or ())
         return not (index + 1) % positive(family, "decoder_sparse_step") and index not in only_dense
 
-    def all_dense(self, layers: int) -> dict[str, Any] | None:
-        """Return config keys with which none of so many layers holds experts."""
-        return {"mlp_only_layers": list(range(layers))}
+    def all_dense(self, family: Any) -> dict[str, Any] | None:
+        """Return config keys with which no layer holds experts."""
+        return {"mlp_only_layers": list(range(positive(family, "num_hidden_layers")))}
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,9 @@ class DenseFirst(EveryLayer):
         """Return whether a layer holds experts."""
         return index >= natural(family, self.count)
 
-    def all_dense(self, layers: int) -> dict[str, Any] | None:
-        """Return config keys with which none of so many layers holds experts."""
-        return {self.count: layers}
+    def all_dense(self, family: Any) -> dict[str, Any] | None:
+        """Return config keys with which no layer holds experts."""
+        return {self.count: positive(family, "num_hidden_layers")}
 
 
 @dataclass(frozen=True)
@@ -104,8 +115,9 @@ class ListedKinds(DenseFirst):
             raise CheckpointError(f"config.json: {self.kinds} has {shown(kind)}; it may have {DENSE} and {SPARSE}")
         return bool(kind == SPARSE)
 
-    def all_dense(self, layers: int) -> dict[str, Any] | None:
-        """Return config keys with which none of so many layers holds experts."""
+    def all_dense(self, family: Any) -> dict[str, Any] | None:
+        """Return config keys with which no layer holds experts."""
+        layers = positive(family, "num_hidden_layers")
         return {self.count: layers, self.kinds: [DENSE] * layers}
 
 
@@ -143,3 +155,37 @@ class ListedLayers(EveryLayer):
     def holds_experts(self, family: Any, index: int) -> bool:
         """Return whether a layer holds experts."""
         return index in (getattr(family, self.layers) or ())
+
+
+@dataclass(frozen=True)
+class SingleBlocks(EveryLayer):
+    """Every layer is a single block: attention or what takes its place, experts, or an FFN. The config lists their kinds."""
+
+    kinds: str = "layers_block_type"
+    """Config key of the list."""
+    pattern: str = "hybrid_override_pattern"
+    """Config key of the list as a text with a letter for each layer, in older configs."""
+    ffn_letter: str = "-"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that the part reads."""
+        return self.kinds, self.pattern
+
+    def holds_experts(self, family: Any, index: int) -> bool:
+        """Return whether a layer holds experts."""
+        return bool(of_layer(family, self.kinds, index) == EXPERTS)
+
+    def attends(self, family: Any, index: int) -> bool:
+        """Return whether a layer has attention."""
+        return of_layer(family, self.kinds, index) not in BLOCKS
+
+    def ffn_width(self, family: Any, index: int) -> int:
+        """Return the width by the family's own key of the FFN of a layer that is one; 0 for other layers."""
+        return super().ffn_width(family, index) if of_layer(family, self.kinds, index) == FFN else 0
+
+    def all_dense(self, family: Any) -> dict[str, Any] | None:
+        """Return config keys with which layers of experts are FFNs. Both keys have them, as some programs read either."""
+        kinds = [FFN if kind == EXPERTS else kind for kind in getattr(family, self.kinds)]
+        letters = getattr(family, self.pattern).replace("E", self.ffn_letter)
+        return {self.kinds: kinds, self.pattern: letters}

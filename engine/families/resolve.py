@@ -22,9 +22,15 @@ from engine.families.encoder_decoders import ENCODER_DECODERS
 from engine.families.layer_config import LayerConfig, MoeConfig
 from engine.families.plain_config import read_plainly
 from engine.families.table import ARCHITECTURES
-from engine.families.values import flag, positive
+from engine.families.values import flag, positive, with_floats
 
 _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
+
+
+def is_left_to_transformers(config: Mapping[str, Any]) -> bool:
+    """Return whether a raw config of a family with a row asks for what transformers has and our decoder lacks."""
+    row = ARCHITECTURES.get(str(config.get("model_type")))
+    return row is not None and any(config.get(key) for key in row.left_to_transformers)
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -58,7 +64,7 @@ def load_transformers_config(config: Mapping[str, Any], *, plainly: bool = False
     check_flags(config)
     row = ARCHITECTURES.get(config["model_type"])
     renamed = dict(config) if row is None else row.words.renamed(config)
-    values = {key: value for key, value in renamed.items() if key not in _WITHHELD_KEYS}
+    values = {key: with_floats(value) for key, value in renamed.items() if key not in _WITHHELD_KEYS}
     read_as = str((row and row.words.read_as) or config["model_type"])
     if plainly and (plain := read_plainly(read_as, values)) is not None:
         return plain
@@ -144,12 +150,15 @@ def _layer_config(
     window = row.attention.window.of_layer(family, index)
     linear = row.attention.linear(family, index, heads)
     residuals = row.residual.of_layer(family, linear is not None)
-    dense_width = positive(family, row.layers.dense_width)
-    if moe is None and row.count_keys:
+    dense_width = row.layers.ffn_width(family, index)
+    if moe is None and dense_width and row.count_keys:
         dense_width = block_config_dense_width(config.get("block_configs"), index, dense_width)
     indexer = row.attention.indexer(family, index)
     own = row.attention.of_layer(family, index), row.rotation.kind(family, index)
-    return LayerConfig(window, moe, dense_width, rotates, unit_norm, linear, residuals, indexer, *own)
+    return LayerConfig(
+        *(window, moe, dense_width, rotates, unit_norm, linear, residuals, indexer, *own),
+        attends=row.layers.attends(family, index),
+    )
 
 
 def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> MoeConfig:

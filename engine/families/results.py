@@ -84,8 +84,9 @@ def _one_width(
 
 def _declared_common(row: Architecture, family: Any, counts: Sequence[int]) -> dict[int, int]:
     """Return the widths of shared experts and of dense FFNs that a config of the family says by its own keys, by layer."""
-    shared, (_, dense) = declared_shared_width(row, family), dense_width(row, family)
-    return {index: shared if count else dense for index, count in enumerate(counts) if shared or not count}
+    shared = declared_shared_width(row, family)
+    widths = (shared if count else row.layers.ffn_width(family, index) for index, count in enumerate(counts))
+    return {index: width for index, width in enumerate(widths) if width}
 
 
 def _other_than_declared(row: Architecture, family: Any, counts: Sequence[int], common: Mapping[int, int]) -> dict[int, int]:
@@ -208,7 +209,7 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
         return plain | {"architectures": [row.causal_lm_class]}
     sibling, family = ARCHITECTURES[row.dense_sibling], load_transformers_config(config)
     kind = {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
-    if (dense := sibling.layers.all_dense(positive(family, "num_hidden_layers"))) is not None:
+    if (dense := sibling.layers.all_dense(family)) is not None:
         # The sibling is the mixture's own family, whose layers may all be dense.
         kept = {key: value for key, value in config.items() if key not in _OF_ANOTHER}
         return kept | kind | dense | _without_prediction_layers(sibling)

@@ -10,6 +10,8 @@ _USUAL_THETA = 1.0, 1e30
 
 def check_rotary(config: DecoderConfig) -> None:
     """Raise CheckpointError for rope_parameters that give no frequencies to rotate by."""
+    if not config.rotary_dimension:
+        return
     parameters = config.transformers_config.rope_parameters
     theta, lowest, highest = parameters.get("rope_theta"), *_USUAL_THETA
     is_plain = parameters.get("rope_type", "default") == "default" and type(theta) in (int, float)

@@ -28,7 +28,7 @@ class Rotary:
         self._layers = kind or next(iter(kinds), None)
         self._config = config.transformers_config
         self._dimension = config.rotary_dimension if self._layers is None else kinds[self._layers]
-        parameters = self._config.rope_parameters
+        parameters = self._config.rope_parameters if self._dimension else {}
         if self._layers is not None:
             self._config, parameters = self._config.per_layer_config[self._layers], parameters[self._layers]
         self.kind: str = parameters.get("rope_type", "default")
@@ -61,6 +61,8 @@ class Rotary:
         return frequencies, scaling
 
     def _initialise(self, length: int | None) -> tuple[Tensor, float]:
+        if not self._dimension:
+            return torch.empty(0), 1.0
         if self.kind == "default":
             exponents = torch.arange(0, self._dimension, 2, dtype=torch.float32) / self._dimension
             return 1.0 / (self._theta**exponents), 1.0

@@ -61,6 +61,23 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class NoRotation(Rotation):
+    """No layer rotates. Keys of config.json about rotations mean nothing."""
+
+    def lacking(self, family: Any) -> Iterator[str]:
+        """Yield nothing."""
+        yield from ()
+
+    def dimension(self, family: Any, size: int) -> int:
+        """Return 0."""
+        return 0
+
+    def of_layer(self, family: Any, index: int) -> tuple[bool, bool]:
+        """Return that a layer neither rotates nor divides queries and keys by their root mean square."""
+        return False, False
+
+
+@dataclass(frozen=True)
 class PartialRotation(Rotation):
     """The fraction `partial_rotary_factor` of a head's dimensions is rotated."""
 

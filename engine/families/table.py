@@ -20,6 +20,7 @@ from engine.families.attention import (
     HeadsByLayer,
     Latent,
     Lightning,
+    Mamba2Layers,
     OptionallyNormed,
     ShortConvolutions,
     SlidingLayers,
@@ -52,6 +53,7 @@ from engine.families.layer_pattern import (
     LayerRange,
     ListedKinds,
     ListedLayers,
+    SingleBlocks,
     SparseStep,
 )
 from engine.families.residual import (
@@ -66,6 +68,7 @@ from engine.families.residual import (
 from engine.families.rotation import (
     CountedRotation,
     LongRotation,
+    NoRotation,
     PartialRotation,
     Rotation,
     RotationByKind,
@@ -187,6 +190,17 @@ _QWEN3_5 = Architecture(
 # LFM2
 _LFM2_BLOCK = ExpertNames("feed_forward", ("w1", "w3", "w2"), modules=("feed_forward", "gate"))
 _LFM2_NAMES = renamed(norms=("operator_norm", "ffn_norm", "embedding_norm"), head_norm="layernorm", ffn=_LFM2_BLOCK)
+
+# Nemotron-H
+_NEMOTRON_NAMES = {
+    "model.layers": "backbone.layers",
+    "model.embed_tokens": "backbone.embeddings",
+    "model.norm": "backbone.norm_f",
+    "input_layernorm": "norm",
+    "post_attention_layernorm": "norm",
+    **{f"self_attn.{part}_proj": f"mixer.{part}_proj" for part in "qkvo"},
+    **{f"mlp.{part}_proj": f"mixer.{part}_proj" for part in ("up", "down")},
+}
 
 # Llama 4 and GPT-OSS
 _LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
@@ -406,6 +420,7 @@ _ROWS = (
         disk_names=SANDWICH_NAMES,
         not_dense="its experts and the FFN beside them have norms of their own, which one FFN has not",
         not_onnx="its heads differ between layers and its experts have norms of their own, which our graphs cannot have",
+        left_to_transformers=("hidden_size_per_layer_input", "num_kv_shared_layers"),
     ),
     Architecture(
         "gpt_oss",
@@ -427,6 +442,30 @@ _ROWS = (
         disk_names=_LFM2_NAMES | {"self_attn.o_proj": "self_attn.out_proj"},
         dense_sibling="lfm2_moe",
         not_onnx="its short convolutions keep a state, for which our graphs have no input",
+    ),
+    Architecture(
+        # Nemotron-H and Nemotron 3, whose layers are single blocks
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        attention=Mamba2Layers(),
+        rotation=NoRotation(),
+        router=_SIGMOID_GROUPS,
+        experts=Experts(
+            ("n_routed_experts",),
+            width="moe_intermediate_size",
+            names=ExpertNames("mixer", has_gate=False, modules=("mixer", "gate")),
+        ),
+        shared=SharedExpert("shared_experts", width="moe_shared_expert_intermediate_size"),
+        layers=SingleBlocks(),
+        norms=RootMeanSquareNorms("layer_norm_epsilon"),
+        prediction=PredictionLayers(prefix="mtp."),
+        settings=only(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True, n_shared_experts=1)
+        | only(use_bias=False, attention_bias=False, moe_latent_size=None)
+        | unused("num_hidden_layers", "norm_eps", "partial_rotary_factor", "mtp_hybrid_override_pattern"),
+        disk_names=_NEMOTRON_NAMES,
+        dense_sibling="nemotron_h",
+        not_onnx="its Mamba-2 layers keep a state, for which our graphs have no input",
+        left_to_transformers=("moe_latent_size",),
     ),
     Architecture("mistral", "MistralForCausalLM", attention=GroupedQuery(window=SlidingWindow())),
     Architecture("llama", "LlamaForCausalLM", attention=_BIASED),

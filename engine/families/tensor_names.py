@@ -34,6 +34,9 @@ NEVER_ROUNDED = (
 )
 """Matrices that read a layer's input and are never rounded, like routers: small ones of the gated delta rule, which give
 strengths and decays, and those of an indexer."""
+MAMBA2 = ("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight")
+"""The tensors of Mamba-2: gate, x, B, C and Δ together; the filters and their bias; the bias of Δ; the logarithm of the
+rates of decay; the factors of x in the output; the norm; and the output."""
 SHORT_CONVOLUTION = ("in_proj.weight", "conv.weight", "out_proj.weight")
 """The tensors of a short convolution: both gates and the input together, the filters, and the output."""
 OUTPUT_NORMS = ("attention_output_norm", "feed_forward_output_norm")
@@ -45,7 +48,8 @@ BLOCK_NORMS = ("shared_input_norm", "shared_output_norm", "routed_output_norm")
 own. The norm before the routed experts has the usual name."""
 _DECAYS = ("dt_bias", "A_log")
 _DENSE_DOWN = f"mlp.{PROJECTIONS[DOWN]}"
-_WITHIN_LAYER = re.compile(r"(model\.layers\.\d+\.|)(.+)\.(\w+)")
+_LAYERS = "model.layers"
+_WITHIN_LAYER = re.compile(r"(?:model\.layers(\.\d+\.)|)(.+)\.(\w+)")
 
 
 def head_tensor(config: DecoderConfig) -> str:
@@ -103,6 +107,16 @@ def shared_module(row: Architecture) -> str:
     if row.shared is None or not row.shared.stacks:
         return f"{row.modules[0]}.{'shared_expert' if row.shared is None else row.shared.name}".removeprefix(".")
     return row.shared.stacks[0].name.split(".")[0]
+
+
+def ffn_parts(row: Architecture) -> range:
+    """Return the indices of the projections of an FFN without biases: the shared expert, or that of a dense layer."""
+    return row.experts.names.matrices
+
+
+def has_gate(row: Architecture) -> bool:
+    """Return whether the family's FFNs have a gate."""
+    return row.experts.names.has_gate
 
 
 def expert_parts(row: Architecture) -> range:
@@ -183,7 +197,8 @@ def name_on_disk(row: Architecture, name: str) -> str:
     """Return the name on disk of a tensor of a decoder; stacks of experts have further names (`stacks_on_disk`)."""
     found = _WITHIN_LAYER.fullmatch(name)
     assert found is not None, name
-    prefix, module, part = found.groups()
+    layer, module, part = found.groups()
+    prefix = "" if layer is None else row.disk_names.get(_LAYERS, _LAYERS) + layer
     return f"{prefix}{row.disk_names.get(module, module)}.{part}"
 
 
@@ -216,7 +231,8 @@ def shared_stacks(row: Architecture, layer: int) -> tuple[Stack, ...]:
 def stacks_in_memory(row: Architecture, layer: int) -> tuple[Stack, ...]:
     """Return the stacks of experts that transformers 5 has in memory, and can write. Some families have them on disk too."""
     block = ".".join(part for part in (f"model.layers.{layer}", row.modules[0], "experts") if part)
-    stacks = Stack(f"{block}.gate_up_proj", (GATE, UP)), Stack(f"{block}.down_proj", (DOWN,))
+    first = Stack(f"{block}.gate_up_proj", (GATE, UP)) if has_gate(row) else Stack(f"{block}.up_proj", (UP,))
+    stacks = first, Stack(f"{block}.down_proj", (DOWN,))
     on_disk = stacks_on_disk(row, layer)
     return on_disk if {stack.name for stack in stacks} <= {stack.name for stack in on_disk} else stacks
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+from engine.families.architecture import Architecture
 from engine.families.config import DecoderConfig
+from engine.families.experts import DOWN
 from engine.families.layer_config import (
     GatedDeltaConfig,
     LatentConfig,
     LightningConfig,
     LinearConfig,
+    Mamba2Config,
     ShortConvolutionConfig,
     SplitGatedDeltaConfig,
 )
@@ -22,6 +25,7 @@ from engine.families.tensor_names import (
     LATENT_UP,
     LAYER_SCALAR,
     LIGHTNING,
+    MAMBA2,
     NEVER_ROUNDED,
     OUTPUT_NORMS,
     SHORT_CONVOLUTION,
@@ -30,6 +34,7 @@ from engine.families.tensor_names import (
     dense_tensor,
     expert_parts,
     expert_tensor,
+    ffn_parts,
     gate_hidden_tensor,
     input_scale_tensor,
     logit_bias_tensor,
@@ -70,9 +75,9 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
     """Return the tensors of one decoder layer with their shapes."""
     row, layer, hidden = config.architecture, config.layers[index], config.hidden_size
     prefix = f"model.layers.{index}"
-    shapes = _norm_tensors(config, f"{prefix}.input_layernorm")
+    shapes = _norm_tensors(config, f"{prefix}.input_layernorm") if layer.attends else {}
     shapes.update(_attention_tensors(config, index))
-    shapes.update(_norm_tensors(config, f"{prefix}.post_attention_layernorm"))
+    shapes.update(_norm_tensors(config, f"{prefix}.post_attention_layernorm") if layer.feeds else {})
     for name in (
         *(OUTPUT_NORMS if config.output_norms else ()),
         *(BLOCK_NORMS if layer.moe and layer.moe.own_norms else ()),
@@ -81,16 +86,16 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
     if config.output_norms:
         shapes[f"{prefix}.{LAYER_SCALAR}"] = (1,)
     if layer.moe is None:
-        shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
+        shapes.update(_ffn(row, lambda p: dense_tensor(index, p), layer.dense_width, hidden))
         return shapes
     shapes.update(router_tensors(config, index) | expert_rows(config, index))
     if (scale := input_scale_tensor(row, index)) is not None:
         shapes[scale] = (hidden,)
     for expert in range(layer.moe.experts):
         own = expert_shapes(config, index, expert)
-        shapes.update((expert_tensor(row, index, expert, part), shape) for part, shape in enumerate(own))
+        shapes.update((expert_tensor(row, index, expert, part), shape) for part, shape in own.items())
     if layer.moe.shared_width:
-        shapes.update(_ffn(lambda p: shared_tensor(row, index, p), layer.moe.shared_width, hidden))
+        shapes.update(_ffn(row, lambda p: shared_tensor(row, index, p), layer.moe.shared_width, hidden))
         if (gate := shared_gate_tensor(row, index)) is not None:
             shapes[gate] = (1, hidden)
     return shapes
@@ -134,14 +139,14 @@ def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
     return shapes | noise_tensors(config, layer)
 
 
-def expert_shapes(config: DecoderConfig, layer: int, expert: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the shape of each tensor of one of a layer's experts, by default of the widest one."""
+def expert_shapes(config: DecoderConfig, layer: int, expert: int | None = None) -> dict[int, tuple[int, ...]]:
+    """Return the shape of each tensor of one of a layer's experts, by default of the widest one, by its index."""
     moe, hidden = config.layers[layer].moe, config.hidden_size
     assert moe is not None
     width = moe.expert_width if expert is None or not moe.expert_widths else moe.expert_widths[expert]
     weights = (width, hidden), (width, hidden), (hidden, width)
-    biases = (width,), (width,), (hidden,)
-    return (*weights, *biases)[: len(expert_parts(config.architecture))]
+    every = (*weights, (width,), (width,), (hidden,))
+    return {part: every[part] for part in expert_parts(config.architecture)}
 
 
 def attention_weights(config: DecoderConfig, index: int) -> list[str]:
@@ -159,9 +164,9 @@ def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
     """Return the names on disk of the matrices of a layer's experts, including the shared one, or of its dense FFN."""
     row, moe = config.architecture, config.layers[index].moe
     if moe is None:
-        return [dense_tensor(index, projection) for projection in range(3)]
-    names = [expert_tensor(row, index, expert, projection) for expert in range(moe.experts) for projection in range(3)]
-    return names + [shared_tensor(row, index, projection) for projection in range(3) if moe.shared_width]
+        return [dense_tensor(index, projection) for projection in ffn_parts(row) if config.layers[index].feeds]
+    names = [expert_tensor(row, index, expert, part) for expert in range(moe.experts) for part in ffn_parts(row)]
+    return names + [shared_tensor(row, index, projection) for projection in ffn_parts(row) if moe.shared_width]
 
 
 def derived_tensors(config: DecoderConfig) -> list[str]:
@@ -176,13 +181,14 @@ def _norm_tensors(config: DecoderConfig, name: str) -> dict[str, tuple[int, ...]
     return {f"{name}.{part}": (config.hidden_size,) for part in parts}
 
 
-def _ffn(name: Callable[[int], str], width: int, hidden: int) -> Shapes:
-    yield name(0), (width, hidden)
-    yield name(1), (width, hidden)
-    yield name(2), (hidden, width)
+def _ffn(row: Architecture, name: Callable[[int], str], width: int, hidden: int) -> Shapes:
+    for projection in ffn_parts(row) if width else ():
+        yield name(projection), (hidden, width) if projection == DOWN else (width, hidden)
 
 
 def _attention_tensors(config: DecoderConfig, index: int) -> Shapes:
+    if not config.layers[index].attends:
+        return iter(())
     prefix = attention_prefix(config, index)
     if (linear := config.layers[index].linear) is not None:
         return _LINEAR_TENSORS[type(linear)](config, linear, prefix)
@@ -254,6 +260,19 @@ def _delta_tensors(
     yield from ((f"{prefix}.{name}", shape) for name, shape in zip(names, shapes, strict=True))
 
 
+def _mamba2_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
+    assert isinstance(sizes, Mamba2Config)
+    shapes: tuple[tuple[int, ...], ...] = (
+        (sizes.projected, config.hidden_size),
+        (sizes.channels, 1, sizes.kernel),
+        (sizes.channels,),
+        *((sizes.heads,) for _ in range(3)),
+        (sizes.inner,),
+        (config.hidden_size, sizes.inner),
+    )
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(MAMBA2, shapes, strict=True))
+
+
 def _short_convolution_tensors(config: DecoderConfig, sizes: LinearConfig, prefix: str) -> Shapes:
     assert isinstance(sizes, ShortConvolutionConfig)
     hidden = config.hidden_size
@@ -264,6 +283,7 @@ def _short_convolution_tensors(config: DecoderConfig, sizes: LinearConfig, prefi
 _LINEAR_TENSORS: dict[type[LinearConfig], Callable[[DecoderConfig, LinearConfig, str], Shapes]] = {
     LightningConfig: _lightning_tensors,
     GatedDeltaConfig: _gated_delta_tensors,
+    Mamba2Config: _mamba2_tensors,
     ShortConvolutionConfig: _short_convolution_tensors,
     SplitGatedDeltaConfig: _split_gated_delta_tensors,
 }

@@ -5,10 +5,23 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from engine.errors import CheckpointError
 from engine.files.json_file import shown
+
+_FLOATS = {"Infinity": inf, "-Infinity": -inf}
+
+
+def with_floats(value: Any) -> Any:
+    """Return a value of config.json with the infinities for which transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("__float__")
+    return _FLOATS[tag] if len(value) == 1 and tag in _FLOATS else {key: with_floats(each) for key, each in value.items()}
 
 
 def positive(family: Any, key: str) -> int:

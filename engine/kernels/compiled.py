@@ -43,6 +43,7 @@ __all__ = [
     "PLAIN",
     "ROUNDED",
     "WHOLE_NORM",
+    "WITHOUT_GATE",
     "attend",
     "block_products",
     "cache_directory",
@@ -60,6 +61,8 @@ __all__ = [
     "swiglu",
     "use_threads",
 ]
+WITHOUT_GATE = 1.0, experts.NO_GATE
+"""α and limit of experts without a gate."""
 Address = int
 Place = tuple[Address, Address]
 """Addresses of a weight's values and of its scales. Plain weights have no scales (0); those in blocks have their form."""
@@ -115,7 +118,7 @@ def products(
 
 def expert_table(experts: Iterable[tuple[Sequence[Place], int]]) -> Any:
     """Return the table for `swiglu`: each expert's width, and the addresses of its gate, up and down, and of their plain
-    biases if any.
+    biases if any. The addresses of a missing gate are 0.
 
     experts: addresses and width of each expert. Widths are multiples of a low-bit form's group, and of 4 for the kernel for
     many tokens.
@@ -142,7 +145,7 @@ def swiglu(
 
     x [T, D]: contiguous bfloat16. experts_N: an `expert_table`. chosen_TS: int64, negative for an empty slot; weights_TS,
     scales_TS: float32, None for scales of one. hidden: D. form: the form of the matrices. clamp: α and limit of a
-    ClampedSwiglu. many: whether to use the kernel for many tokens of each expert.
+    ClampedSwiglu; WITHOUT_GATE for experts without a gate. many: whether to use the kernel for many tokens of each expert.
     """
     alpha, limit = clamp or (1.0, 0.0)
     assert chosen_TS.dtype == np.int64 and weights_TS.dtype == np.float32

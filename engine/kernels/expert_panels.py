@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.kernels.arithmetic import narrow, narrow_pair, wide_vector
 from engine.kernels.compiling import BLOCK, JOB, helper, kernel
-from engine.kernels.experts import EXPERT_BYTES, expert_at, experts_at, unit
+from engine.kernels.experts import EXPERT_BYTES, NO_GATE, expert_at, experts_at, unit
 from engine.kernels.instructions import LANES
 from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, pairs
 from engine.kernels.panels import pack, panel_rows, panels, plain_rows, turned
@@ -167,8 +167,11 @@ def unit_panels_block(address: Any, place: Any) -> None:
     expert, first = block_2[0], block_2[1]
     own = expert_at(job.experts + expert * EXPERT_BYTES)
     count = min(job.block_rows, own.width - first)
-    gate_weights = plain_rows(job.form, own.gate, first, count, hidden)
+    has_gate = job.limit != NO_GATE
     up_weights = plain_rows(job.form, own.up, first, count, hidden)
+    gate_weights = up_weights
+    if has_gate:
+        gate_weights = plain_rows(job.form, own.gate, first, count, hidden)
     begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))
     vectors_P = numba.carray(integers(job.panel_vectors), (panels_N[job.count],))
     middle_begins_P = numba.carray(integers(job.middle_begins), (panels_N[job.count] + 1,))
@@ -176,7 +179,8 @@ def unit_panels_block(address: Any, place: Any) -> None:
         begin, vectors = begins_P[panel], vectors_P[panel]
         gate_WZ, up_WZ = np.zeros((count, LANES * vectors), np.float32), np.zeros((count, LANES * vectors), np.float32)
         x = job.prepared + 2 * hidden * begin
-        call(table.multiply_panel, (address_of(gate_weights), count, hidden, x, vectors, address_of(gate_WZ)))
+        if has_gate:
+            call(table.multiply_panel, (address_of(gate_weights), count, hidden, x, vectors, address_of(gate_WZ)))
         call(table.multiply_panel, (address_of(up_weights), count, hidden, x, vectors, address_of(up_WZ)))
         if own.gate_bias != 0:
             _add_bias_to_rows(own.gate_bias, first, gate_WZ)

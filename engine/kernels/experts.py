@@ -1,4 +1,5 @@
-"""All chosen experts of a few tokens in one call: Σ_s w_s · down_s(silu(gate_s·x_s) ⊙ up_s·x_s).
+"""All chosen experts of a few tokens in one call: Σ_s w_s · down_s(silu(gate_s·x_s) ⊙ up_s·x_s), or without gates
+Σ_s w_s · down_s(relu(up_s·x_s)²).
 
 Members are pairs of a token and one of its slots, sorted by expert: an expert's weights are read once for all its members.
 Experts may differ in width. Nothing is padded: the hidden units of all members lie one after another.
@@ -44,7 +45,7 @@ EXPERTS = np.dtype(
         ("threads", np.int64),
         ("results", np.int64),  # [T, D] bfloat16
         ("alpha", np.float32),  # α of a ClampedSwiglu
-        ("limit", np.float32),  # 0 for a plain SwiGLU, below 0 for a GatedGelu
+        ("limit", np.float32),  # 0 for a plain SwiGLU, that of GatedGelu below 0, NO_GATE for experts without a gate
         # The kernel computes the remaining fields, for its blocks.
         ("used", np.int64),  # numbers of the experts that have members
         ("used_count", np.int64),
@@ -70,11 +71,16 @@ EXPERTS = np.dtype(
 )
 """Arguments of the sum of the chosen experts' outputs, for some tokens."""
 experts_at = record_at(EXPERTS)
+NO_GATE = np.float32(-2.0)
+"""The limit of experts without a gate."""
 
 
 @inline
 def unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
-    """Return silu(gate) · up, the ClampedSwiglu if the limit is above 0, or the GatedGelu if it is below 0."""
+    """Return silu(gate) · up; the ClampedSwiglu if the limit is above 0, the GatedGelu below 0, and relu(up)² at NO_GATE."""
+    if limit == NO_GATE:
+        positive = max(up, np.float32(0.0))
+        return positive * positive
     if limit > np.float32(0.0):
         gate, up = min(gate, limit), max(-limit, min(up, limit)) + np.float32(1.0)
     inner = gate
@@ -219,7 +225,8 @@ def _compute_units(job: Any, expert: Any, first: Any, count: Any) -> None:
     begin, rows = ends_N[expert], ends_N[expert + 1] - ends_N[expert]
     x, own = job.prepared + begin * vector_bytes(hidden, form_at(job.form)), expert_at(job.experts + expert * EXPERT_BYTES)
     gate, up = np.empty((rows, count), np.float32), np.empty((rows, count), np.float32)
-    _multiply(job.form, own.gate, first, (count, hidden, x, rows, address_of(gate), count))
+    if job.limit != NO_GATE:
+        _multiply(job.form, own.gate, first, (count, hidden, x, rows, address_of(gate), count))
     _multiply(job.form, own.up, first, (count, hidden, x, rows, address_of(up), count))
     if own.gate_bias != 0:
         _add_bias(own.gate_bias, first, count, gate)

@@ -276,7 +276,8 @@ class _Pass:
 
     def _run(self, layer: DecoderLayer, index: int, x_BLD: Tensor, rows: slice) -> Tensor:
         block = layer.feed_forward
-        block.unit_observer = self.observe.get(index)
+        if block is not None:
+            block.unit_observer = self.observe.get(index)
         if not isinstance(block, MoeBlock):
             y_BLD: Tensor = layer(x_BLD.to(self.model.device), self.positions)
             return y_BLD

@@ -165,7 +165,7 @@ class AdaptedBlock(MoeBlock):
         """The arguments that the router was called with last; kept while an observer runs."""
         self.experts = cast("nn.ModuleList", StackedExperts(self.module))
         self.observer = self.expert_observer = self.unit_observer = None
-        self.scales_inputs = False
+        self.scales_inputs, self.own_norms = False, None
 
     @property
     def hidden_size(self) -> int:

@@ -28,7 +28,7 @@ from engine.families.classifiers import classified
 from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS
 from engine.families.experts import DOWN
-from engine.families.resolve import load_transformers_config
+from engine.families.resolve import is_left_to_transformers, load_transformers_config
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_parts, expert_tensor
 from engine.families.wrappers import WRAPPERS
@@ -80,6 +80,9 @@ def open_mixture_checkpoint(directory: Path) -> Checkpoint:
     raw = load_json(directory / "config.json", "model config") if directory.is_dir() else {}
     model_type = raw.get("model_type")
     has_own_path = not isinstance(model_type, str) or model_type in {*ARCHITECTURES, *WRAPPERS, *ENCODER_DECODERS}
+    wrapper = WRAPPERS.get(str(model_type))
+    own = raw if wrapper is None else raw.get(wrapper.config_key)
+    has_own_path &= not (isinstance(own, dict) and is_left_to_transformers(own))
     return Checkpoint(directory) if has_own_path or classified(raw) is not None else AdaptedCheckpoint(directory)
 
 

@@ -37,7 +37,7 @@ from engine.decoder.model import Decoder, own_routings, routed_by
 from engine.decoder.paged_cache import PagedBatch, PagedCache, position_bytes
 from engine.decoder.routing import NO_EXPERT, Masked
 from engine.decoder.skip_tables import SkipTables, skipping_routings
-from engine.families.tensor_names import expert_tensor, router_module
+from engine.families.tensor_names import expert_tensor, ffn_parts, router_module
 
 ROWS = {
     "mixtral": "Mixtral",
@@ -65,12 +65,14 @@ ROWS = {
     "llama4_text": "Llama 4 (text)",
     "lfm2_moe": "LFM2-MoE",
     "gemma4_text": "Gemma 4 MoE (text)",
+    "nemotron_h": "Nemotron-H, Nemotron 3",
 }
 REFUSED = {
     ("phimoe", "dense"): "it has no dense sibling, and its router takes two experts",
     ("qwen3_next", "ONNX"): "its gated delta rule keeps a state, for which our graphs have no input",
     ("qwen3_5_moe_text", "ONNX"): "its gated delta rule keeps a state, for which our graphs have no input",
     ("lfm2_moe", "ONNX"): "its short convolutions keep a state, for which our graphs have no input",
+    ("nemotron_h", "ONNX"): "its Mamba-2 layers keep a state, for which our graphs have no input",
     ("minimax", "ONNX"): "its lightning attention keeps a state, for which our graphs have no input",
     ("llama4_text", "dense"): "the inputs of its experts are scaled by the router, token by token",
     ("llama4_text", "ONNX"): "its chunked attention and experts whose inputs the router scales have no form in our graphs",
@@ -336,7 +338,7 @@ def merged(made: Made) -> float:
     plan = Plan({layer: (mixed, *map(kept_expert, others)) for layer in made.layers})
     result = made.result("merged", plan)
     row = made.checkpoint.config.architecture
-    for projection in range(3):
+    for projection in ffn_parts(row):
         one, other = (made.checkpoint.tensor(expert_tensor(row, made.layers[0], e, projection)) for e in (first, 1))
         naive = 0.75 * one + 0.25 * other.flip(1 if projection == 2 else 0)
         assert torch.allclose(result.tensor(expert_tensor(row, made.layers[0], 0, projection)), naive, atol=1e-6)
@@ -353,6 +355,8 @@ def dense(made: Made) -> float:
     with torch.no_grad():
         for layer, (own, old) in enumerate(zip(decoder.layers, before.layers, strict=True)):
             block = old.feed_forward
+            if block is None:
+                continue
             if layer not in made.layers:
                 expected = block(x)
             else:

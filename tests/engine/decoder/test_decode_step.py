@@ -28,7 +28,7 @@ TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1
 NOT_WHOLE = {"llama_moe", "ernie4_5", "deepseek_v2", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"}
 """Families with features that only the layers implement."""
 NOT_WHOLE |= {"phimoe", "glm4_moe", "glm4_moe_lite", "minimax", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
-NOT_WHOLE |= {"lfm2_moe", "deepseek_v32", "glm_moe_dsa", "gemma4_text"}
+NOT_WHOLE |= {"lfm2_moe", "deepseek_v32", "glm_moe_dsa", "gemma4_text", "nemotron_h"}
 SERVED = [family for family in (*FAMILIES, *FURTHER_FAMILIES) if family not in NOT_WHOLE]
 
 

@@ -432,7 +432,7 @@ def test_decays_beside_the_weights_are_copied_and_an_outline_has_them_too(made_o
     assert len(checkpoint.derived) == 8 and all(torch.equal(tensors[name], own[name]) for name in checkpoint.derived)
 
 
-@pytest.mark.parametrize("family", ["minimax", "qwen3_next", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next", "lfm2_moe", "nemotron_h"])
 def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made_of: Any) -> None:
     checkpoint = made_of(family).checkpoint
     cache = KeyValueCache(checkpoint.config, 2, 16, torch.float32)
@@ -444,8 +444,9 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(family: str, made
         cache.extend(20)
         both = decoder(TOKENS[:, 9:10], None, cache)
     assert worst(one, both[1:]) < 1e-5
-    layers = checkpoint.config.layers
-    assert len(cache.states) == len(layers) - 1 and len(cache.stored.keys) == 1, "positions of the one layer that keeps them"
+    assert len(cache.states) == len(checkpoint.config.linear_layers) == 2 and len(cache.stored.keys) == 1, (
+        "positions of the one layer that keeps them"
+    )
     with pytest.raises(OptionError, match="cannot undo tokens"):
         Engine.open(checkpoint.directory, draft=checkpoint.directory)
 
@@ -503,6 +504,47 @@ def test_the_published_lfm2_moe_has_8_billion_parameters() -> None:
     assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 8.3
     assert state_bytes(config, torch.bfloat16) == 18 * 4 * 2 * 2048
     assert not decoder_config(raw | sizes | experts | {"tie_embedding": False}).tied_embeddings
+
+
+# Mamba-2, experts without a gate, and layers of a single block
+
+
+def test_the_published_nemotron_3_nano_has_32_billion_parameters() -> None:
+    """The keys are those of Nemotron-3-Nano-30B-A3B, whose layers are letters."""
+    sizes = {"hidden_size": 2688, "num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 128, "vocab_size": 131072, "intermediate_size": 1856, "max_position_embeddings": 262144}
+    experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1}
+    experts |= {"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}
+    mamba = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4}
+    mamba |= {
+        "mamba_proj_bias": False,
+        "use_conv_bias": True,
+        "mamba_hidden_act": "silu",
+        "mamba_ssm_cache_dtype": "float32",
+    }
+    rest = {
+        "mlp_hidden_act": "relu2",
+        "rope_theta": 10000,
+        "partial_rotary_factor": 1.0,
+        "norm_eps": 1e-5,
+        "use_bias": False,
+    }
+    kinds = {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+    raw = {"model_type": "nemotron_h", "mlp_bias": False, "attention_bias": False} | sizes | experts | mamba | rest
+    config = decoder_config(raw | kinds)
+    assert config.caching_layers == (5, 12, 19, 26, 33, 42) and len(config.linear_layers) == len(config.moe_layers) == 23
+    assert round(sum(map(math.prod, expected_tensors(config).values())) / 1e9, 1) == 31.6
+    assert state_bytes(config, torch.bfloat16) == 23 * 4 * (64 * 128 * 64 + 3 * 6144)
+    with pytest.raises(CheckpointError, match="64 Mamba heads are not 5 groups"):
+        decoder_config(raw | kinds | {"n_groups": 5})
+
+
+def test_layers_without_experts_are_letters_and_a_list_in_a_dense_result(made_of: Any, tmp_path: Path) -> None:
+    checkpoint = made_of("nemotron_h").checkpoint
+    plan = concatenation_plan({layer: [(1, 0.75), (4, 0.5)] for layer in checkpoint.config.moe_layers})
+    apply(plan, checkpoint, tmp_path)
+    raw = Checkpoint(tmp_path).raw_config
+    assert raw["hybrid_override_pattern"] == "M-*-M-" and "moe" not in raw["layers_block_type"]
 
 
 # Latent attention under other names

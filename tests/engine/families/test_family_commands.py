@@ -74,6 +74,46 @@ def test_every_command(place: Path) -> None:
     assert run("distill", "--teacher", "model", "--student", "dense", *recipe, "-o", "distilled")["steps"] == 1
 
 
+@pytest.mark.slow
+def test_every_command_on_single_blocks_and_experts_without_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_workplace(tmp_path, "nemotron_h", n_group=1, topk_group=1)
+    monkeypatch.chdir(tmp_path)
+    assert run("inspect", "model")["experts_per_layer"] == [12, 12]
+    assert run("calibrate", "model", *CALIBRATION, "-o", "statistics")["tokens"] == 64
+    third = ["--sparsity", "0.34", *TEXT, "--granularity", "expert"]
+    for method, options in {
+        "frequency": ["--uniform", "--statistics", "statistics"],
+        "fisher": ["--recover-steps", "1"],
+        "naee": [],
+        "diep": ["--epochs", "1", "--merge", "cka"],
+    }.items():
+        assert run("prune", "model", "--method", method, *third, *options, "-o", method)["experts_after"] == 16
+        assert run("inspect", method, "--checksums")["valid"]
+    units = ["--sparsity", "0.5", *TEXT, "--granularity", "unit"]
+    for name, options in {
+        "halves": ["--uniform", "--correct"],
+        "widths": [],
+        "common": ["--include", "shared,dense", "--method", "unit-obs"],
+    }.items():
+        assert run("prune", "model", *units, *options, "-o", name)["experts_after"] == 24
+        assert run("inspect", name, "--checksums")["valid"]
+    merged = run("merge", "model", "--experts", "8", *TEXT, "-o", "merged")
+    assert merged["experts_per_layer"] == [8, 8]
+    dense = run("densify", "model", "--ffns", "2", "--distill-steps", "2", "--batch-size", "2", *TEXT, "-o", "dense")
+    assert dense["family_note"] == "a nemotron_h whose layers are all dense"
+    aware = ["--activation-aware", "--group-size", "-1", *TEXT]
+    run("quantize", "model", "--bits", "8", *aware, "-o", "quantized")
+    for name in ("model", "fisher", "halves", "widths", "common", "merged", "dense", "quantized"):
+        assert run("generate", name, "-p", "the quick", "-n", "4")["generated_tokens"] <= 4
+        assert run("evaluate", name, *CALIBRATION)["value"] > 1.0
+    assert len(run("bench", "model", "-p", "4", "-n", "2", "-r", "1")["rows"]) == 2
+    assert run("generate", "fisher", "-p", "the", "-n", "4", "--skip-threshold", "1")["experts_skipped_share"] >= 0.0
+    assert "its Mamba-2 layers keep a state" in refused("export", "model", "--format", "onnx", "-o", "onnx")
+    assert "a nemotron_h is not written as GGUF" in refused("export", "model", "--format", "gguf", "-o", "model.gguf")
+    recipe = ["--recipe", "sar", *CALIBRATION, "--steps", "1", "--batch-size", "2"]
+    assert run("distill", "--teacher", "model", "--student", "dense", *recipe, "-o", "distilled")["steps"] == 1
+
+
 def test_what_cannot_be_is_refused_before_any_work(place: Path) -> None:
     uniform = ["prune", "model", "--uniform", *TEXT, "-o", "out"]
     found = refused(*uniform, "--sparsity", "0.5", "--granularity", "expert")
@@ -149,13 +189,14 @@ def test_a_bias_that_chooses_stays_float32_and_is_not_trained(tmp_path: Path) ->
     assert set(checkpoint.shapes) - set(names) == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h"])
 def test_every_tensor_has_its_parameter(family: str, tmp_path: Path) -> None:
     """A bias that selects experts has none."""
+    biases = "expert_bias", "correction_bias"
     save_reference(family, tmp_path)
     checkpoint = Checkpoint(tmp_path)
     found = parameters_on_disk(Decoder(checkpoint.config, checkpoint.source(torch.float32)))
-    expected = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith("expert_bias")}
+    expected = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith(biases)}
     assert {name: tuple(each.shape) for name, each in found.items()} == expected
 
 
@@ -191,6 +232,11 @@ def test_gates_of_sigmoid_scores_are_shares_of_them(tmp_path: Path) -> None:
         ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias=False"),
         ("lfm2_moe", {"layer_types": ["conv", "full_attention", "linear_attention"]}, "linear_attention"),
         ("lfm2_moe", {"layer_types": ["conv"] * 3}, "layer_types"),
+        ("nemotron_h", {"layers_block_type": ["moe", "linear_attention"]}, "layer_types"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+        ("nemotron_h", {"use_bias": True}, "use_bias=True"),
+        ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias=False"),
+        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size=16"),
         ("qwen3_next", {"layer_types": ["conv", "full_attention", "linear_attention"]}, "conv"),
         ("deepseek", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         ("qwen3_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),

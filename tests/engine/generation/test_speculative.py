@@ -154,7 +154,7 @@ def test_greedy_text_is_that_of_the_target(family: str, changes: dict[str, Any],
         *(
             (family, {})
             for family, sizes in FURTHER_FAMILIES.items()
-            if not {"linear_attention", "conv"} & {*sizes.get("layer_types", ())}
+            if not {"linear_attention", "conv"} & {*sizes.get("layer_types", sizes.get("layers_block_type", ()))}
         ),
         ("olmoe", {"clip_qkv": 0.5}),
         ("mixtral", {"sliding_window": 6}),

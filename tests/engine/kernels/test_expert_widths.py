@@ -16,7 +16,7 @@ from packages_for_tests import needs_numba
 from test_linear import rounded_to_8_bits
 from torch import Tensor
 
-from engine.decoder.experts import CompiledExperts, Expert, MoeBlock, gated, grouped, sparse
+from engine.decoder.experts import CompiledExperts, Expert, MoeBlock, expert_of, gated, grouped, sparse
 from engine.decoder.routing import NO_EXPERT, Selection, TopK
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.kernel_choice import DECODING, PROMPT, TORCH
@@ -24,16 +24,15 @@ from engine.kernels.linear import plain
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, quantise
 
 CLAMPED = ClampedSwiglu(1.7, 2.0)
-PLAIN, SCALED, BIASED = "plain", "scaled inputs", "clamped, with biases"
+PLAIN, SCALED, BIASED, UNGATED = "plain", "scaled inputs", "clamped, with biases", "without a gate"
 ODD, OF_FOUR = (77, 1, 300, 31, 150, 6), (76, 4, 300, 32, 148, 12)
 """Widths of plain experts: any, and those that the kernels for many tokens take."""
 LOW_BIT = [(bits, group) for bits in (8, 4) for group in (32, 128)]
 
 
-def some_experts(
-    hidden: int, widths: Sequence[int], form: tuple[int, int] = (16, 1), swiglu: ClampedSwiglu | None = None
-) -> list[Expert]:
-    """Return random experts; with biases if they have a clamp. Memory beside the plain matrices is NaN."""
+def some_experts(hidden: int, widths: Sequence[int], form: tuple[int, int] = (16, 1), kind: str = PLAIN) -> list[Expert]:
+    """Return random experts. Memory beside the plain matrices is NaN."""
+    swiglu = CLAMPED if kind == BIASED else None
 
     def weight(outputs: int, inputs: int) -> Weight:
         made = torch.randn(outputs, inputs) * inputs**-0.5
@@ -45,23 +44,26 @@ def some_experts(
 
     experts = []
     for width in widths:
-        matrices = weight(width, hidden), weight(width, hidden), weight(hidden, width)
+        matrices = [*(weight(width, hidden) for _ in range(1 + (kind != UNGATED))), weight(hidden, width)]
         biases = [torch.randn(size).bfloat16() for size in (width, width, hidden)] if swiglu else []
-        experts.append(Expert(*matrices, *biases, swiglu=swiglu))
+        experts.append(expert_of([*matrices, *biases], swiglu))
     return experts
 
 
 def exact(expert: Expert, x_D: Tensor, *, many: bool = False) -> Tensor:
     """Return an expert's output in float64, with vectors rounded where the kernels round them."""
-    is_low_bit = isinstance(expert.gate_FD, QuantizedWeight) and not many
+    is_low_bit = isinstance(expert.up_FD, QuantizedWeight) and not many
     halves = many or kernels.MULTIPLIES_BFLOAT16
-    gate, up, down, *biases = (
-        plain(part, torch.bfloat16 if many else torch.float64).double() for part in expert.projections
-    )
+    parts = [plain(part, torch.bfloat16 if many else torch.float64).double() for part in expert.projections]
     if is_low_bit:
-        gate, up, down = (part.dequantised(torch.float64) for part in expert.projections[:3])
+        parts[: 2 + expert.has_gate] = [
+            part.dequantised(torch.float64) for part in expert.projections[: 2 + expert.has_gate]
+        ]
+    matrices, biases = parts[: 2 + expert.has_gate], parts[2 + expert.has_gate :]
+    *ins, down = matrices
     x = rounded_to_8_bits(x_D) if is_low_bit else x_D.double()
-    middle = gated(gate @ x + (biases[0] if biases else 0), up @ x + (biases[1] if biases else 0), expert.swiglu)
+    units = [matrix @ x + (biases[place] if biases else 0) for place, matrix in enumerate(ins)]
+    middle = gated(*units, expert.swiglu) if expert.has_gate else units[0].clamp_min(0.0) ** 2
     middle = rounded_to_8_bits(middle) if is_low_bit else middle.bfloat16().double() if halves else middle
     return down @ middle + (biases[2] if biases else 0)
 
@@ -71,7 +73,7 @@ def check(experts: list[Expert], tokens: int, kind: str) -> None:
 
     No token chooses the last expert, which is NaN. Some slots are empty, and the first token has no expert.
     """
-    many, hidden, count = tokens > DECODING.max_few_rows, experts[0].gate_FD.shape[1], len(experts) - 1
+    many, hidden, count = tokens > DECODING.max_few_rows, experts[0].hidden_size, len(experts) - 1
     for weight in experts[-1].projections:
         (weight.scales_OC if isinstance(weight, QuantizedWeight) else weight.data).fill_(torch.nan)
     x_TD, weights_TS = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, 3)
@@ -102,23 +104,23 @@ def check(experts: list[Expert], tokens: int, kind: str) -> None:
 
 @needs_numba
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED])
+@pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED, UNGATED])
 @pytest.mark.parametrize("tokens", [1, 2, 30])
 def test_a_few_tokens(tokens: int, kind: str, threads: int) -> None:
     torch.manual_seed(tokens)
     kernels.use_threads(threads)
-    check(some_experts(200, (*ODD, 9), swiglu=CLAMPED if kind == BIASED else None), tokens, kind)
+    check(some_experts(200, (*ODD, 9), kind=kind), tokens, kind)
 
 
 @needs_integers
 @pytest.mark.parametrize("form", LOW_BIT)
-@pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED])
+@pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED, UNGATED])
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_a_few_tokens_and_low_bit_weights(tokens: int, kind: str, form: tuple[int, int]) -> None:
     """Widths are less than a chunk of 512, a chunk with a rest, and whole chunks, in whole groups."""
     torch.manual_seed(tokens)
     widths = [units * max(form[1], 32) for units in ((3, 1, 20, 2, 16, 5) if form[1] == 32 else (1, 5, 4, 2, 8))]
-    check(some_experts(256, (*widths, form[1]), form, CLAMPED if kind == BIASED else None), tokens, kind)
+    check(some_experts(256, (*widths, form[1]), form, kind), tokens, kind)
 
 
 @needs_numba
@@ -177,11 +179,11 @@ def test_every_weight_of_the_chosen_experts_is_read_once_in_equal_blocks() -> No
 
 @needs_pairs
 @pytest.mark.parametrize("form", [(16, 1), *LOW_BIT])
-@pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED])
+@pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED, UNGATED])
 def test_many_tokens(kind: str, form: tuple[int, int]) -> None:
     torch.manual_seed(0)
     widths = OF_FOUR if form[0] == 16 else [units * form[1] for units in (3, 1, 5, 2)]
-    check(some_experts(256, (*widths, form[1] * 4), form, CLAMPED if kind == BIASED else None), 150, kind)
+    check(some_experts(256, (*widths, form[1] * 4), form, kind), 150, kind)
 
 
 @needs_pairs
@@ -213,13 +215,13 @@ def test_low_bit_experts_whose_groups_differ_with_their_width_go_through_torch()
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED])
+@pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED, UNGATED])
 @pytest.mark.parametrize("tokens", [1, 3, 20, 100])
 def test_blocks_of_every_kind_equal_torch(tokens: int, kind: str, bits: int) -> None:
     """Compare decoding and a prompt with torch's two paths, which compute expert by expert."""
     torch.manual_seed(tokens)
     widths, form = ((48, 7, 160, 33, 90), (16, 1)) if bits == 16 else ((96, 32, 160, 32, 64), (bits, 32))
-    experts = some_experts(64, widths, form, CLAMPED if kind == BIASED else None)
+    experts = some_experts(64, widths, form, kind)
     router_ND = torch.randn(len(experts), 64).bfloat16()
     block = MoeBlock(router_ND, experts, TopK(2, True), scales_inputs=kind == SCALED)
     x_TD = torch.randn(tokens, 64).bfloat16()

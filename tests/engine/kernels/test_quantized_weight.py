@@ -33,9 +33,10 @@ from engine.kernels.scheme import WHOLE_ROW, Scheme
 
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = ("mixtral", "qwen2_moe", "llama_moe", "granitemoeshared", "phimoe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
-KINDS = (*KINDS, "minimax_m2", "glm4_moe", "qwen3_next", "lfm2_moe", "gemma4_text", "llama")
+KINDS = (*KINDS, "minimax_m2", "glm4_moe", "qwen3_next", "lfm2_moe", "gemma4_text", "nemotron_h", "llama")
 """Families with experts one by one and stacked, biases and clamps, shared experts with a gate and without, latent
-and linear attention, short convolutions, other names on disk, norms of experts, and a dense model."""
+and linear attention, short convolutions, other names on disk, norms of experts, experts without a gate in layers of a
+single block, and a dense model."""
 FAMILIES = pytest.mark.parametrize("family", KINDS)
 DIVISIBLE = {family: {"q_lora_rank": 24} for family in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")}
 """Sizes that are multiples of 8, where conftest has others."""

@@ -381,7 +381,7 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "result").exists()
 
 
-@pytest.mark.parametrize("family", ["mixtral"])
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
 def test_families_with_a_row_keep_their_own_path(family: str, tmp_path: Path) -> None:
     save_reference(family, tmp_path)
     assert family in ARCHITECTURES
