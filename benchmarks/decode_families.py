@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,21 +32,25 @@ COMMON: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 1024,
     "max_position_embeddings": 4096,
-    "num_experts": 128,
-    "num_experts_per_tok": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
     "moe_intermediate_size": 256,
-    "norm_topk_prob": True,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
 
 
 class Family(NamedTuple):
-    """One model: the name of its row, its number of layers, and what its config.json has beside COMMON."""
+    """One model: the name of its row, its number of layers, and what its config.json has beside COMMON.
+
+    kinds: the config key that lists the kinds of layers, and the kinds, which repeat.
+    """
 
     title: str
     layers: int
     config: dict[str, Any]
+    kinds: tuple[str, Sequence[str]] | None = None
 
 
 FAMILIES = {
@@ -53,9 +59,9 @@ FAMILIES = {
         12,
         {
             "architectures": ["Qwen3NextForCausalLM"],
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
             "intermediate_size": 2048,
             "shared_expert_intermediate_size": 256,
             "linear_num_value_heads": 16,
@@ -66,6 +72,47 @@ FAMILIES = {
             "full_attention_interval": 4,
         },
     ),
+    "nemotron_h": Family(
+        "Nemotron-H: 6 of 128 experts without a gate, one shared",
+        18,
+        {
+            "architectures": ["NemotronHForCausalLM"],
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "moe_intermediate_size": 512,
+            "moe_shared_expert_intermediate_size": 1024,
+            "intermediate_size": 2048,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+        },
+        ("layers_block_type", ("mamba", "moe", "mamba", "moe", "attention", "moe")),
+    ),
+    "gemma4_text": Family(
+        "Gemma 4: 8 of 128 experts, a dense FFN beside them",
+        12,
+        {
+            "architectures": ["Gemma4ForCausalLM"],
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "intermediate_size": 1024,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "global_head_dim": 256,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "tie_word_embeddings": True,
+        },
+        ("layer_types", ("sliding_attention", "sliding_attention", "sliding_attention", "full_attention")),
+    ),
 }
 """Models of more than a billion parameters, whose parts have the proportions of the released ones."""
 
@@ -73,7 +120,11 @@ FAMILIES = {
 def measure(name: str, layers: int | None, repetitions: int, directory: Path) -> dict[str, Any]:
     """Return the rates of one family by test and contender, in tokens per second, with every round."""
     family = FAMILIES[name]
-    config = COMMON | family.config | {"model_type": name, "num_hidden_layers": layers or family.layers}
+    count = layers or family.layers
+    config = COMMON | family.config | {"model_type": name, "num_hidden_layers": count}
+    if family.kinds is not None:
+        key, kinds = family.kinds
+        config[key] = list(islice(cycle(kinds), count))
     write_random_model(directory / name, config)
     tests = {}
     for case, implementations in ((BenchCase("tg", NEW), DECODING), (BenchCase("pp", PROMPT), READING)):

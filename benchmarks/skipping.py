@@ -32,6 +32,7 @@ from engine.checkpoint.tokenizer import load_tokenizer
 from engine.files.safetensors_file import SafetensorsFile
 
 THRESHOLDS = (0.5, 1.0, 1.5)
+LENGTH = 256
 DONE = RESULTS / "skipping.jsonl"
 
 
@@ -62,7 +63,8 @@ def evaluated(model: str, *options: str) -> dict[str, Any]:
 def measure(model: str, rule: str, threshold: float, task: Path, samples: int, limit: int | None) -> dict[str, Any]:
     """Return the figures of one row."""
     skipping = ["--skip-threshold", str(threshold), "--skip-rule", rule]
-    text = evaluated(model, *skipping, "--data", "stdlib", "--split", "report", "--samples", str(samples))
+    windows = ["--samples", str(samples), "--sequence-length", str(LENGTH)]
+    text = evaluated(model, *skipping, "--data", "stdlib", "--split", "report", *windows)
     of_task = evaluated(model, *skipping, "--tasks", str(task), *(["--limit", str(limit)] if limit else []))
     (scores,) = of_task["value"].values()
     return {
@@ -79,23 +81,23 @@ def table(figures: dict[str, Any]) -> str:
     """Return a row for each model, rule and threshold."""
     rows = []
     for row in figures["rows"]:
-        name = f"{row['model']}, every chosen expert" if row["threshold"] == 0 else f"{row['rule']} at {row['threshold']:g}"
+        is_whole = row["threshold"] == 0
+        name = f"{row['model']}, every chosen expert" if is_whole else f"{row['rule']} at {row['threshold']:g}"
         cells = [f"{row['perplexity']:.2f} ± {row['perplexity_stderr']:.2f}"]
         cells.append(f"{100 * row['accuracy']:.1f} ± {100 * row['accuracy_stderr']:.1f}")
-        rows.append([name, f"{row['skipped_share']:.1%}", *cells])
+        rows.append([name, "none" if is_whole else f"{row['skipped_share']:.1%}", *cells])
     header = ["model, rule and threshold", "experts skipped", "perplexity ± standard error", "next line, % right"]
     return markdown(header, rows)
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
     """Return the share that the default rule skips at threshold 1, and what it costs, by model."""
-    found = {}
-    whole = {row["model"]: row["perplexity"] for row in figures["rows"] if row["threshold"] == 0}
-    for row in figures["rows"]:
-        name = row["model"].replace("-", "_")
-        if (row["rule"], row["threshold"]) == (SKIP_RULES[0], 1.0):
-            found[f"{name}_share"] = f"{row['skipped_share']:.0%}"
-            found[f"{name}_cost"] = f"{row['perplexity'] / whole[row['model']] - 1:.1%}"
+    found: dict[str, str] = {}
+    for model in dict.fromkeys(row["model"] for row in figures["rows"]):
+        whole, *skipping = (row for row in figures["rows"] if (row["model"], row["rule"]) == (model, SKIP_RULES[0]))
+        row, name = skipping[THRESHOLDS.index(1.0)], model.replace("-", "_")
+        found[f"{name}_share"] = f"{row['skipped_share']:.0%}"
+        found[f"{name}_cost"] = f"{row['perplexity'] / whole['perplexity'] - 1:.1%}"
     return found
 
 

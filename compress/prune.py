@@ -163,10 +163,13 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         raise OptionError(f"{options.method} removes whole experts; leave out --include, or add --granularity unit")
     if options.refit.correct:
         check_width(checkpoint.config)
+    if checkpoint.config.architecture.even_groups and (groups := groups_of(checkpoint.config)):
+        together = max(len(set(own)) for own in groups.values())
+        budget = replace(budget, min_experts=-(-budget.min_experts // together) * together)
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))
     if not method.keeps_groups and groups_of(checkpoint.config):
-        if checkpoint.config.architecture.router.even_groups:
+        if checkpoint.config.architecture.even_groups:
             raise OptionError(
                 f"{options.method} does not select experts group by group, and layers of the family "
                 f"{checkpoint.config.architecture.model_type} need as many of each group; choose another method"

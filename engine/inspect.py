@@ -16,8 +16,10 @@ from engine.checkpoint.hub import describe, is_hub_id, lacks_weights, outline
 from engine.checkpoint.kinds import is_classifier, is_encoder_decoder, is_exported, is_exported_encoder_decoder
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.skip_table_file import has_skip_tables
-from engine.errors import CheckpointError, CompressError
+from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.families.config import DecoderConfig
+from engine.families.resolve import is_left_to_transformers
+from engine.files.json_file import load_json
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
@@ -42,6 +44,8 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         return _exported_encoder_decoder(directory, checksums)
     if is_encoder_decoder(directory):
         return _encoder_decoder(directory, checksums, provenance, progress)
+    if is_left_to_transformers(load_json(directory / "config.json", "model config") if directory.is_dir() else {}):
+        raise UnsupportedError(f"{directory}: transformers runs this model, and inspect describes those of our own decoder")
     checkpoint = Checkpoint(directory)
     checkpoint.check_finite(lambda names: progress(names, "reading weights"))
     return _decoder(checkpoint) | {"checksums_compared": checksums}

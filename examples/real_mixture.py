@@ -184,6 +184,8 @@ def mixture_config(dense: Checkpoint, experts: int, top_k: int, width: int) -> d
         raise UnsupportedError(
             f"{dense.directory}: is of the family {raw['model_type']}; give one of the family {FAMILY_OF_DENSE}"
         )
+    if biases := [key for key in ("mlp_bias", "attention_bias") if raw.get(key)]:
+        raise UnsupportedError(f"{dense.directory}: {biases[0]} is set, and a Mixtral has no biases; take another model")
     for key in ("quantization_config", "mlp_bias", "attention_bias", "pretraining_tp"):
         raw.pop(key, None)
     return raw | {
@@ -288,6 +290,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.way == "split" and arguments.text is None:
         parser.error("--way split divides the units by their activity on text; give --text")
+    if arguments.output.exists():
+        parser.error(f"{arguments.output} exists already; give another --output")
     make(arguments)
 
 

@@ -81,7 +81,7 @@ def by_scores(scores: Callable[[MethodRun], Mapping[int, Tensor]]) -> Callable[[
         if run.options.shard:
             gc.collect()  # the modules of a sharded model hold reference cycles
         config = run.prepared.checkpoint.config
-        return kept_plan(run, budget.select(scored, groups_of(config), even=config.architecture.router.even_groups))
+        return kept_plan(run, budget.select(scored, groups_of(config), even=config.architecture.even_groups))
 
     return plan
 

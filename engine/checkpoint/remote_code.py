@@ -19,6 +19,7 @@ from engine.checkpoint import family_code
 from engine.checkpoint.pack_quantized import CONFIG_KEY
 from engine.errors import OptionError
 from engine.families.architecture import Architecture
+from engine.families.resolve import is_left_to_transformers
 from engine.families.results import otherwise_in_transformers, too_ragged_for_transformers
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import (
@@ -262,9 +263,14 @@ def auto_map() -> dict[str, str]:
     return {"AutoModelForCausalLM": "modeling_compressed.CompressedForCausalLM"}
 
 
+def _row_of(config: Mapping[str, Any]) -> Architecture | None:
+    """Return the row of a family that our own decoder runs; None for models that run through transformers."""
+    return None if is_left_to_transformers(config) else ARCHITECTURES.get(str(config.get("model_type")))
+
+
 def source_of(config: Mapping[str, Any]) -> bytes | None:
     """Return the modeling file that this version writes beside a config.json; None if it writes none."""
-    row = ARCHITECTURES.get(str(config.get("model_type")))
+    row = _row_of(config)
     if row is not None:
         return render(row).encode()
     base = family_code.base_of(config)
@@ -284,7 +290,7 @@ def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
 
     The checks of `check_no_code` are included.
     """
-    row = ARCHITECTURES.get(str(config.get("model_type")))
+    row = _row_of(config)
     if row is not None and not row.in_transformers:
         raise OptionError(f"{directory}: transformers has no {row.model_type}; use our own engine")
     if row is not None and (reason := otherwise_in_transformers(config)) is not None:
@@ -351,5 +357,5 @@ def own_class(row: Architecture) -> Any:
 
 def class_of(config: Mapping[str, Any]) -> Any:
     """Return the class of the modeling file beside a config.json that `check_loadable` has accepted."""
-    row = ARCHITECTURES.get(str(config.get("model_type")))
+    row = _row_of(config)
     return family_code.own_class(str(family_code.base_of(config))) if row is None else own_class(row)

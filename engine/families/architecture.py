@@ -47,8 +47,15 @@ class Architecture:
     not_onnx: str | None = None
     """Reason why no model of the family can be written as an ONNX graph; None if it can."""
 
-    left_to_transformers: tuple[str, ...] = ()
-    """Config keys of features that our decoder lacks: transformers runs a model that has any of them."""
+    @property
+    def left_to_transformers(self) -> tuple[str, ...]:
+        """Config keys of features that our decoder lacks: transformers runs a model that has any of them."""
+        return (*self.attention.left_to_transformers, *self.layers.left_to_transformers)
+
+    @property
+    def even_groups(self) -> bool:
+        """Whether each layer of a smaller model needs as many experts of each group, in order."""
+        return self.router.even_groups
 
     @property
     def in_transformers(self) -> bool:

@@ -92,6 +92,8 @@ class ChunkedLayers(Unbounded):
 class GroupedQuery:
     """Grouped-query attention (arXiv 2305.13245)."""
 
+    left_to_transformers: ClassVar[tuple[str, ...]] = ()
+    """Config keys of features that our decoder lacks and transformers has."""
     kinds: ClassVar[frozenset[str]] = frozenset()
     """Unusual kinds of layers that this attention adds."""
     has_sinks: ClassVar[bool] = False
@@ -190,6 +192,7 @@ class OptionallyNormed(GroupedQuery):
 class HeadsByLayer(GroupedQuery):
     """Grouped-query attention with normed values, whose heads differ in size and number between the kinds of layers."""
 
+    left_to_transformers: ClassVar[tuple[str, ...]] = ("hidden_size_per_layer_input",)
     has_value_norm: ClassVar[bool] = True
     own: str = "per_layer_config"
     """Attribute of transformers' config with the settings of each layer, also a key of config.json."""

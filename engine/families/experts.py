@@ -74,6 +74,8 @@ class ExpertNames:
 
 NAMES_OF_LAYER = ExpertNames("", stacks=plain_stacks(), modules=("", "router"))
 """Names where stacked experts and the router are modules of the layer itself."""
+NAMES_OF_MIXER = ExpertNames("mixer", has_gate=False, modules=("mixer", "gate"))
+"""Names where every layer is a single block, the mixer, and experts have no gate."""
 
 
 def renamed(norms: tuple[str, str, str], head_norm: str, ffn: ExpertNames) -> dict[str, str]:

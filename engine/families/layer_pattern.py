@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.errors import CheckpointError
+from engine.families.aliases import only, unused
 from engine.families.values import natural, of_layer, positive
 from engine.files.json_file import shown
 
@@ -14,12 +15,30 @@ DENSE, SPARSE = "dense", "sparse"
 EXPERTS, FFN = "moe", "mlp"
 BLOCKS = frozenset([EXPERTS, FFN])
 """Kinds of layers that are a single feed-forward block, as entries of `layers_block_type`."""
+SINGLE_BLOCK_NAMES = {
+    "model.layers": "backbone.layers",
+    "model.embed_tokens": "backbone.embeddings",
+    "model.norm": "backbone.norm_f",
+    "input_layernorm": "norm",
+    "post_attention_layernorm": "norm",
+    **{f"self_attn.{part}_proj": f"mixer.{part}_proj" for part in "qkvo"},
+    **{f"mlp.{part}_proj": f"mixer.{part}_proj" for part in ("up", "down")},
+}
+"""Names on disk in models whose layers are a single block, the mixer, by the engine's names."""
+SINGLE_BLOCK_SETTINGS = (
+    only(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True, n_shared_experts=1)
+    | only(use_bias=False, attention_bias=False, moe_latent_size=None)
+    | unused("num_hidden_layers", "norm_eps", "partial_rotary_factor", "mtp_hybrid_override_pattern")
+)
+"""Settings of these models. The list of kinds gives the number of layers."""
 
 
 @dataclass(frozen=True)
 class EveryLayer:
     """Every layer holds experts."""
 
+    left_to_transformers: ClassVar[tuple[str, ...]] = ()
+    """Config keys of features that our decoder lacks and transformers has."""
     dense_width: str = field(default="intermediate_size", kw_only=True)
     """Config key of a dense FFN's width."""
 
@@ -161,6 +180,7 @@ class ListedLayers(EveryLayer):
 class SingleBlocks(EveryLayer):
     """Every layer is a single block: attention or what takes its place, experts, or an FFN. The config lists their kinds."""
 
+    left_to_transformers: ClassVar[tuple[str, ...]] = ("moe_latent_size",)
     kinds: str = "layers_block_type"
     """Config key of the list."""
     pattern: str = "hybrid_override_pattern"

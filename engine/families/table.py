@@ -32,6 +32,7 @@ from engine.families.experts import (
     DOWN,
     GATE,
     NAMES_OF_LAYER,
+    NAMES_OF_MIXER,
     PROJECTIONS,
     UP,
     ClampedExperts,
@@ -47,6 +48,8 @@ from engine.families.experts import (
 )
 from engine.families.head import Head, PredictionLayers
 from engine.families.layer_pattern import (
+    SINGLE_BLOCK_NAMES,
+    SINGLE_BLOCK_SETTINGS,
     DenseFirst,
     DenseFirstThenEveryNth,
     EveryLayer,
@@ -192,16 +195,6 @@ _LFM2_BLOCK = ExpertNames("feed_forward", ("w1", "w3", "w2"), modules=("feed_for
 _LFM2_NAMES = renamed(norms=("operator_norm", "ffn_norm", "embedding_norm"), head_norm="layernorm", ffn=_LFM2_BLOCK)
 
 # Nemotron-H
-_NEMOTRON_NAMES = {
-    "model.layers": "backbone.layers",
-    "model.embed_tokens": "backbone.embeddings",
-    "model.norm": "backbone.norm_f",
-    "input_layernorm": "norm",
-    "post_attention_layernorm": "norm",
-    **{f"self_attn.{part}_proj": f"mixer.{part}_proj" for part in "qkvo"},
-    **{f"mlp.{part}_proj": f"mixer.{part}_proj" for part in ("up", "down")},
-}
-
 # Llama 4 and GPT-OSS
 _LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
 _GPT_OSS_NAMES = ExpertNames(stacks=transposed_stacks(interleaved=True, biases=True), modules=("mlp", "router"))
@@ -420,7 +413,6 @@ _ROWS = (
         disk_names=SANDWICH_NAMES,
         not_dense="its experts and the FFN beside them have norms of their own, which one FFN has not",
         not_onnx="its heads differ between layers and its experts have norms of their own, which our graphs cannot have",
-        left_to_transformers=("hidden_size_per_layer_input", "num_kv_shared_layers"),
     ),
     Architecture(
         "gpt_oss",
@@ -450,22 +442,15 @@ _ROWS = (
         attention=Mamba2Layers(),
         rotation=NoRotation(),
         router=_SIGMOID_GROUPS,
-        experts=Experts(
-            ("n_routed_experts",),
-            width="moe_intermediate_size",
-            names=ExpertNames("mixer", has_gate=False, modules=("mixer", "gate")),
-        ),
+        experts=Experts(("n_routed_experts",), width="moe_intermediate_size", names=NAMES_OF_MIXER),
         shared=SharedExpert("shared_experts", width="moe_shared_expert_intermediate_size"),
         layers=SingleBlocks(),
         norms=RootMeanSquareNorms("layer_norm_epsilon"),
         prediction=PredictionLayers(prefix="mtp."),
-        settings=only(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True, n_shared_experts=1)
-        | only(use_bias=False, attention_bias=False, moe_latent_size=None)
-        | unused("num_hidden_layers", "norm_eps", "partial_rotary_factor", "mtp_hybrid_override_pattern"),
-        disk_names=_NEMOTRON_NAMES,
+        settings=SINGLE_BLOCK_SETTINGS,
+        disk_names=SINGLE_BLOCK_NAMES,
         dense_sibling="nemotron_h",
         not_onnx="its Mamba-2 layers keep a state, for which our graphs have no input",
-        left_to_transformers=("moe_latent_size",),
     ),
     Architecture("mistral", "MistralForCausalLM", attention=GroupedQuery(window=SlidingWindow())),
     Architecture("llama", "LlamaForCausalLM", attention=_BIASED),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.family_code import PLACES_KEY, own_class
 from engine.checkpoint.model_directory import check_generation
-from engine.checkpoint.pack_quantized import CONFIG_KEY, QuantizedView, schemes_of
+from engine.checkpoint.pack_quantized import CONFIG_KEY, PACKED, QuantizedView, schemes_of
 from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.classifiers import classified
 from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS
-from engine.families.experts import DOWN
+from engine.families.experts import DOWN, GATE, UP
 from engine.families.resolve import is_left_to_transformers, load_transformers_config
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_parts, expert_tensor
@@ -54,7 +55,13 @@ from engine.transformers_models.layer_counts import (
     plain_config,
     with_counts,
 )
-from engine.transformers_models.low_bit_weights import dense_experts, expert_matrices, first_name, low_bit_views
+from engine.transformers_models.low_bit_weights import (
+    dense_experts,
+    expert_matrices,
+    expert_matrix,
+    first_name,
+    low_bit_views,
+)
 from engine.transformers_models.stack_of import generic
 from engine.transformers_models.stored_experts import StoredExperts
 from engine.transformers_models.transformers_model import quiet_transformers
@@ -137,10 +144,8 @@ class AdaptedCheckpoint(Checkpoint):
 
     def build(self, raw: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
         """Return the model of a config.json without weights."""
-        from transformers import PreTrainedConfig
-
-        decoded = PreTrainedConfig._decode_special_floats({key: raw[key] for key in raw if key not in _WITHHELD_KEYS})
-        config, model_class = load_transformers_config(decoded), _model_class(self.raw_config)
+        config = load_transformers_config({key: raw[key] for key in raw if key not in _WITHHELD_KEYS})
+        model_class = _model_class(self.raw_config)
         if BLOCKS_KEY in raw:
             model_class = own_class(model_class.__name__)
             config.block_configs, config.block_places = raw[BLOCKS_KEY], raw[PLACES_KEY]
@@ -310,7 +315,17 @@ class AdaptedCheckpoint(Checkpoint):
             )
 
     def _check_own_names(self) -> None:
-        """Raise CheckpointError for a low-bit weight of an expert that has another shape than config.json says."""
+        """Raise CheckpointError for a low-bit weight of an expert that is missing, or whose shape config.json denies."""
+        found: dict[str, set[tuple[int, int]]] = {}
+        for layer, expert, part in self.own_names.values():
+            found.setdefault(layer.experts, set()).add((expert, part))
+        for layer in self.found.experts:
+            has_gate = self.model.get_submodule(layer.experts).has_gate
+            parts = (GATE, UP, DOWN) if has_gate else (UP, DOWN)
+            for place in product(range(layer.count), parts) if layer.experts in found else ():
+                if place not in found[layer.experts]:
+                    name = expert_matrix(layer.experts, *place)
+                    raise CheckpointError(f"{self.directory}: tensor {name}{PACKED} is missing; {SAME_MODEL}")
         for name, (layer, _, part) in self.own_names.items():
             said = (layer.hidden_size, layer.width) if part == DOWN else (layer.width, layer.hidden_size)
             if self.low_bit[name].shape != said:
@@ -433,7 +448,7 @@ class AdaptedCheckpoint(Checkpoint):
             raise self.refusal()
         return self.stored_experts.projection(*self._projections[name])
 
-    @property
+    @cached_property
     def stored_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of `stored_tensor` for every weight of the files, under its name there."""
         low_bit, stored = self.low_bit, self._stored

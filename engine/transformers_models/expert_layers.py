@@ -58,6 +58,11 @@ class FoundLayers:
     """Number of decoder layers."""
     experts: tuple[ExpertLayer, ...]
 
+    @property
+    def sampled(self) -> ExpertLayer:
+        """The first of the layers with the most experts, in which the layout of experts in the files is looked up."""
+        return max(self.experts, key=lambda layer: layer.count)
+
 
 PROJECTIONS = tuple(f"{name}_proj{end}" for name in ("gate_up", "up", "down") for end in ("", "_bias"))
 """Names of the parameters that hold the projections of stacked experts."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.pack_quantized import PACKED, SCALE, QuantizedView
+from engine.checkpoint.pack_quantized import PACKED, SCALE, SHAPE, QuantizedView
 from engine.families.experts import DOWN, GATE, PROJECTIONS, UP
 from engine.files.mapped_file import MappedFile
 from engine.kernels.kernel_choice import KernelChoice
@@ -60,15 +60,22 @@ def low_bit_views(stored: Mapping[str, MappedFile], schemes: Sequence[Scheme]) -
 
 
 def _shape(stored: Mapping[str, MappedFile], name: str, schemes: Sequence[Scheme]) -> tuple[int, ...]:
-    """Return the shape of a weight by its packed integers and its scales; [0, 0] if they match no scheme."""
+    """Return the shape of a weight by its packed integers and its scales; [0, 0] if they match no scheme.
+
+    Where they match several, with a scale for each whole row, the stored shape decides.
+    """
     packed, scales = (stored[own].entries[own].shape if own in stored else () for own in (name + PACKED, name + SCALE))
     if len(packed) != 2 or len(scales) != 2:
         return 0, 0
+    found = []
     for bits, size in schemes:
         shape = packed[0], packed[1] * _WORD_BITS // bits if size == WHOLE_ROW else scales[1] * size
         if Scheme(bits, size).shapes(shape) == (packed, scales):
-            return shape
-    return 0, 0
+            found.append(shape)
+    if len(found) > 1 and name + SHAPE in stored:
+        said = tuple(stored[name + SHAPE].tensor(name + SHAPE).tolist())
+        found = [shape for shape in found if shape == said]
+    return found[0] if found else (0, 0)
 
 
 # In memory

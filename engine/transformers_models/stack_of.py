@@ -66,10 +66,12 @@ def generic(name: str) -> str:
 def stacks_of(checkpoint: StoredModel, samples: Mapping[str, Callable[[], Tensor]]) -> dict[str, Stack]:
     """Return how stored tensors hold projections, by their generic names.
 
-    samples: return what each tensor of the first MoE layer holds of that expert. Raises UnsupportedError for a tensor
+    samples: return what each tensor of the sampled MoE layer holds of that expert. Raises UnsupportedError for a tensor
     that holds something else, and for experts whose hidden units do not have one gate and one up each.
     """
-    layer, dtype = checkpoint.found.experts[0], checkpoint.model_dtype
+    layer, dtype = checkpoint.found.sampled, checkpoint.model_dtype
+    if layer.count <= SAMPLED_EXPERT:
+        raise UnsupportedError(f"{checkpoint.directory}: every layer has one expert, which can only be kept as a whole")
     model = checkpoint.build(checkpoint.raw_config, dtype)
     with checkpoint.loaded(model, layer.index, dtype, "cpu"):
         module: Any = model.get_submodule(layer.experts)
@@ -79,14 +81,14 @@ def stacks_of(checkpoint: StoredModel, samples: Mapping[str, Callable[[], Tensor
 
 
 def _stack_of(checkpoint: StoredModel, key: str, stored: Tensor, projections: Mapping[int, Tensor]) -> Stack:
-    found = []
+    found, layer = [], checkpoint.found.sampled.index
     for stack in _candidates(key, projections):
         expected = joined(stack, [projections[each] for each in stack.projections])
         if stored.shape == expected.shape and torch.equal(stored.to(expected.dtype), expected):
             found.append(stack)
     if len(found) > 1:
         raise UnsupportedError(
-            f"{checkpoint.directory}: expert {SAMPLED_EXPERT} of the first layer with experts has equal projections, so "
+            f"{checkpoint.directory}: expert {SAMPLED_EXPERT} of layer {layer} has equal projections, so "
             f"that {key} could hold one or another of them; experts of this model can only be kept or removed as a whole"
         )
     if found:

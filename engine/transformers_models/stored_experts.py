@@ -142,7 +142,7 @@ def _numbers(names: Sequence[str], count: int) -> list[tuple[int, str, str]] | N
             if (
                 all(each.isdecimal() for each in found)
                 and sorted({int(each) for each in found}) == list(range(count))
-                and count > 1
+                and (count > 1 or all("experts" in parts[place - 1] for parts in split))  # one expert: not a layer's number
             ):
                 return [
                     (int(parts[place]), ".".join([*parts[:place], ""]), ".".join(["", *parts[place + 1 :]]))
@@ -158,7 +158,7 @@ class StoredExperts:
         """Raises the errors of `expert_places`, and UnsupportedError for tensors in which projections are not found."""
         self._checkpoint, self.places = checkpoint, expert_places(checkpoint)
         samples: dict[str, str] = {}
-        first = checkpoint.found.experts[0]
+        first = checkpoint.found.sampled
         own = {f"{first.experts}.{each}" for each in PROJECTIONS}
         for name, place in self.places.items():
             if checkpoint.targets.get(name) in own and not (isinstance(place, OneExpert) and place.expert != SAMPLED_EXPERT):

@@ -30,8 +30,8 @@ from compress.options.prune import PruneOptions
 from compress.options.refit import RefitOptions
 from compress.options.training import RecoverOptions
 from compress.plans.plan import plan_from_json
-from compress.plans.selection import Budget
-from compress.prune import prepare_pruning, prune
+from compress.plans.selection import Budget, groups_of
+from compress.prune import checked_budget, prepare_pruning, prune
 from compress.statistics_file import calibrate_to_file
 from engine.bench.backends import BACKENDS, BenchCase, BenchSpec, run_case
 from engine.checkpoint.skip_table_file import FILE_NAME
@@ -240,6 +240,17 @@ def test_naee_does_not_know_groups(tmp_path: Path) -> None:
     budget = Budget(experts=6, scope="layer", min_experts=0)
     with pytest.raises(OptionError, match="layers of the family dots1 need as many of each group; choose another method"):
         prepare_pruning(_options(tmp_path / "full", tmp_path / "result", method="naee", budget=budget))
+
+
+def test_the_least_number_of_experts_is_a_multiple_of_the_groups(tmp_path: Path) -> None:
+    save_tiny(by_name("dots1"), tmp_path)
+    checkpoint = AdaptedCheckpoint(tmp_path)
+    options = _options(tmp_path, tmp_path / "result", method="frequency", budget=Budget(sparsity=0.2, min_experts=5))
+    budget = checked_budget(options, checkpoint)
+    assert budget is not None and budget.min_experts == 6  # of two groups of four
+    scores = {layer: torch.rand(count) for layer, count in checkpoint.config.experts_by_layer.items()}
+    kept = budget.select(scores, groups_of(checkpoint.config), even=True)
+    assert all(len(own) >= 6 and sum(expert < 4 for expert in own) * 2 == len(own) for own in kept.values())
 
 
 def test_removed_experts_are_merged_into_those_that_stay(model: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
         "num_hidden_layers": LAYERS + 1,
-        "moe_latent_size": 24,
+        "moe_latent_size": 48,
     },
     "zaya": {"num_experts_per_tok": 1},
 }

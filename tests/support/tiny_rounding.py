@@ -25,7 +25,7 @@ GROUP = 16
 def rounded(checkpoint: AdaptedCheckpoint, path: Path, bits: int = 8, **options: Any) -> AdaptedCheckpoint:
     """Write the model with low-bit weights into a new directory and open it."""
     path.mkdir()
-    quantiser = Quantiser(QuantiserOptions(bits=bits, group_size=GROUP, **options))
+    quantiser = Quantiser(QuantiserOptions(bits=bits, **({"group_size": GROUP} | options)))
     apply(same_plan(checkpoint.config.experts_by_layer), checkpoint, path, quantiser=quantiser)
     return AdaptedCheckpoint(path)
 

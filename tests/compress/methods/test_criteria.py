@@ -44,7 +44,7 @@ SCALE = 1.5
 STEP = 1e-5
 
 
-def sigmoid_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
+def sigmoid_routing(moe: MoeConfig, bias_N: Tensor | None = None, factors_N: Tensor | None = None) -> Routing:
     return SigmoidTopK(moe.experts_per_token, True, torch.tensor(BIAS[: moe.experts]), SCALE)
 
 
@@ -299,7 +299,7 @@ class Without:
     def __init__(self, never: list[int], router: str) -> None:
         self.never, self.router = never, router
 
-    def __call__(self, moe: MoeConfig) -> Any:
+    def __call__(self, moe: MoeConfig, bias_N: Tensor | None = None, factors_N: Tensor | None = None) -> Any:
         base: Callable[[MoeConfig], Routing] = sigmoid_routing if self.router == "sigmoid" else original_routing
         return Lowered(base(moe), self.never)
 

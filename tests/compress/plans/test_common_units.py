@@ -32,6 +32,7 @@ COMMON += [
     "granitemoeshared",
     "kimi_k2",
     "llama4_text",
+    "nemotron_h",
     "qwen2_moe",
     "qwen3_5_moe_text",
     "qwen3_next",

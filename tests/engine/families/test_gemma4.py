@@ -13,6 +13,7 @@ from artifacts_for_tests import CALIBRATION, make_workplace, run
 from family_matrix import TOKENS, Made, decoder_of, full, worst
 from test_families import pruned_like_its_language_model
 from test_family_commands import refused
+from tiny_families import by_name, save_tiny
 from torch import Tensor
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
@@ -27,9 +28,10 @@ from engine.decoder.routing import ScaledTopK, TopK
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.layer_config import LayerHeads
 from engine.families.resolve import decoder_config
+from engine.files.json_file import load_json
 from engine.inspect import inspect
 from engine.passes.layerwise import LayerwiseDecoder
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
 TEXT = [*CALIBRATION, "--evaluation-samples", "2"]
@@ -206,6 +208,13 @@ def test_statistics_and_gradients_are_those_of_transformers_model(made: Made) ->
 def test_what_is_refused_by_name(made: Made, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         decoder_config(made.checkpoint.raw_config | changes)
+
+
+def test_embeddings_of_each_layer_are_left_to_transformers(tmp_path: Path) -> None:
+    save_tiny(by_name("gemma4"), tmp_path)
+    raw = load_json(tmp_path / "config.json", "config")
+    assert raw.get("text_config", raw)["hidden_size_per_layer_input"] > 0
+    assert isinstance(open_mixture_checkpoint(tmp_path), AdaptedCheckpoint)
 
 
 def test_wrong_heads_are_refused(made: Made) -> None:

@@ -32,7 +32,9 @@ from compress.plans.adapted_rounding import check_rounding
 from compress.plans.apply import apply
 from compress.plans.plan import Plan, narrowed_expert, pruning_plan
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.families.experts import UP
 from engine.kernels.quantized_weight import quantise
+from engine.kernels.scheme import WHOLE_ROW
 from engine.transformers_models import experts_implementation
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_decoder import AdaptedDecoder
@@ -215,6 +217,36 @@ def test_options_decide_what_is_rounded(plain: Any, tmp_path: Path) -> None:
     options = QuantiserOptions(bits=8, group_size=32)
     with pytest.raises(OptionError, match=r"has 16 inputs, which groups of 32 do not fill .* take --group-size 16"):
         check_rounding(options, plain, plain.config.ffn_widths())
+
+
+def test_a_missing_matrix_of_an_expert_is_named(tmp_path: Path) -> None:
+    save_tiny(by_name("qwen3_vl_moe"), tmp_path / "full")
+    whole = rounded(AdaptedCheckpoint(tmp_path / "full"), tmp_path / "rounded")
+    name = next(name for name, (_, expert, part) in whole.own_names.items() if (expert, part) == (3, UP))
+    weights = load_file(tmp_path / "rounded" / "model.safetensors")
+    rest = {own: tensor for own, tensor in weights.items() if not own.startswith(name)}
+    save_file(rest, tmp_path / "rounded" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "rounded" / "model.safetensors.index.json").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match=rf"{name}_packed is missing"):
+        AdaptedCheckpoint(tmp_path / "rounded")
+
+
+def test_a_scale_for_each_row_leaves_the_number_of_bits_to_the_stored_shape(plain: Any, tmp_path: Path) -> None:
+    head = rounded(plain, tmp_path / "head", bits=4, quantize_head=True, group_size=WHOLE_ROW)
+    assert head.low_bit["lm_head.weight"].scheme.bits == 8
+    assert difference(AdaptedDecoder(head, torch.float32)(TOKENS_SL), through_layers(head)) < 1e-5
+
+
+def test_layers_may_keep_one_expert(tmp_path: Path) -> None:
+    """Also the first one: the layout of experts in the files is then looked up in another layer."""
+    save_tiny(by_name("qwen3_vl_moe"), tmp_path / "full", num_experts_per_tok=1)
+    full = AdaptedCheckpoint(tmp_path / "full")
+    kept = {layer: [1] if not place else [0, 2] for place, layer in enumerate(full.config.experts_by_layer)}
+    (tmp_path / "few").mkdir()
+    apply(pruning_plan(kept), full, tmp_path / "few")
+    few = rounded(AdaptedCheckpoint(tmp_path / "few"), tmp_path / "rounded")
+    assert difference(AdaptedDecoder(few, torch.float32)(TOKENS_SL), through_layers(few)) < 1e-5
+    assert few.stored_experts.matrices(next(iter(kept)), 0)
 
 
 @needs_numba

@@ -38,9 +38,9 @@ from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_decoder import AdaptedDecoder
 from engine.transformers_models.transformers_model import load_decoder
 
-HANDFUL = others_slow(("exaone_moe", "gemma4", "qwen3_vl_moe", "dots1", "minimax_m2"), "gemma4")
-"""Experts one by one, a block that is a whole layer, stacks on disk in a config within a config, groups of experts, and a
-bias of the choice outside of the router."""
+HANDFUL = others_slow(("exaone_moe", "gemma4", "qwen3_vl_moe", "dots1", "minimax_m2", "nemotron_h"), "gemma4")
+"""Experts one by one, a block that is a whole layer, stacks on disk in a config within a config, groups of experts, a bias
+of the choice outside of the router, and a family with a row whose latent projection is left to transformers."""
 ALONE = """
 import sys
 sys.modules.update(dict.fromkeys(("engine", "compress", "calibrate")))  # None: importing one of them raises
