@@ -23,7 +23,13 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join([markdown(["family", *figures["columns"]], rows), *figures["notes"]]) + "\n"
 
 
+def in_text(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the names of the families, without the marks of notes."""
+    return {"names": "; ".join(name.rstrip(" ¹²³⁴") for name in figures["families"])}
+
+
 TABLES = {"families": table}
+IN_TEXT = {"families": in_text}
 
 
 def main() -> None:

@@ -34,9 +34,15 @@ def _shown(cell: float | str) -> str:
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the number of families that have the interface, and of those that work."""
+    """Return the number of families that have the interface, of those that work, and the names of those that work and have
+    no decoder of ours.
+    """
+    from engine.families.table import ARCHITECTURES
+    from engine.families.wrappers import WRAPPERS
+
     works, refused = len(figures["families"]), len(figures["refused"])
-    return {"all": str(works + refused), "works": str(works)}
+    names = [f"`{name}`" for name in figures["families"] if name not in {*ARCHITECTURES, *WRAPPERS}]
+    return {"all": str(works + refused), "works": str(works), "names": ", ".join(names)}
 
 
 TABLES = {"interface_families": table}
