@@ -122,7 +122,7 @@ def test_no_number_of_a_sentence_is_fixed(name: str) -> None:
     figures = STORED[name]["figures"]
     shown = results.numbers_of(name, figures)
     others = [results.numbers_of(name, changed(figures, random.Random(seed))) for seed in SEEDS]
-    measured = {key: text for key, text in shown.items() if FRACTION.search(text)}
+    measured = {key: text for key, text in shown.items() if FRACTION.search(text) and key != "names"}  # versions in names
     assert not [key for key, text in measured.items() if all(other[key] == text for other in others)]
 
 
