@@ -82,7 +82,7 @@ def written_by_vllm(python: str, asked: dict[str, Any]) -> list[list[int]]:
     done = subprocess.run([python, "-c", IN_VLLM], input=json.dumps(asked), capture_output=True, text=True)
     if done.returncode:
         said = re.findall(r"\b(?:\w+Error): (.+)", done.stdout + done.stderr)
-        raise VllmRefusal(said[0] if said else done.stderr[-400:])
+        raise VllmRefusal(said[0].removesuffix("Reasons: ").strip() if said else done.stderr[-400:])
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("written:"))  # vLLM prints lines of its own
     tokens: list[list[int]] = json.loads(line.removeprefix("written:"))
     return tokens
