@@ -578,11 +578,18 @@ class AdaptedCheckpoint(Checkpoint):
 
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
         """Read every floating-point tensor once and raise CheckpointError naming the first with NaN or infinity."""
+        read = 0
         for name in progress(list(self._stored)):
             file = self._stored[name]
-            element = file.entries[name].element
-            if can_check(element) and not is_finite(file, name, _RELEASE_EVERY_BYTES):
+            entry = file.entries[name]
+            if not can_check(entry.element):
+                continue
+            if not is_finite(file, name, _RELEASE_EVERY_BYTES):
                 raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
+            read += entry.nbytes
+            if read > _RELEASE_EVERY_BYTES:
+                self.release()
+                read = 0
         self.release()
 
     # Operations that need a decoder of ours
