@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import random_tensor, write_tokenizer
+from random_model import random_tensor, write_tensors, write_tokenizer
 
-from engine.files.json_file import write_json
-from engine.files.safetensors_writer import ShardWriter
 from engine.transformers_models.expert_layers import skeleton
 from engine.transformers_models.interface_families import classes_of
 
@@ -52,8 +50,5 @@ def write_random_adapted_model(directory: Path, config: dict[str, Any]) -> None:
     model = skeleton(model_class, transformers.CONFIG_MAPPING[FAMILY](**config), torch.bfloat16)
     shapes = {name: tuple(each.shape) for name, each in revert_weight_conversion(model, model.state_dict()).items()}
     generator = torch.Generator().manual_seed(0)
-    with ShardWriter(directory, {name: (torch.bfloat16, size) for name, size in shapes.items()}) as writer:
-        for name, size in shapes.items():
-            writer.add(name, random_tensor(size, generator))
-    write_json(directory / "config.json", config)
+    write_tensors(directory, config, shapes, lambda name: random_tensor(shapes[name], generator))
     write_tokenizer(directory, config["vocab_size"])

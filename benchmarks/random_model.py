@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,21 @@ def write_random_weights(directory: Path, config: dict[str, Any], *, alike: bool
     generator = torch.Generator().manual_seed(0)
     shapes = expected_tensors(decoder_config(config))
     made = {size: random_tensor(size, generator) for size in set(shapes.values())} if alike else {}
+
+    def tensor(name: str) -> torch.Tensor:
+        is_shared = alike and "gate.weight" not in name
+        return made[shapes[name]] if is_shared else random_tensor(shapes[name], generator)
+
+    return write_tensors(directory, config, shapes, tensor)
+
+
+def write_tensors(
+    directory: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], tensor: Callable[[str], torch.Tensor]
+) -> int:
+    """Write config.json and tensors of these shapes in bf16, one after the other. Returns the bytes of the weights."""
     with ShardWriter(directory, {name: (torch.bfloat16, size) for name, size in shapes.items()}) as writer:
-        for name, size in shapes.items():
-            is_shared = alike and "gate.weight" not in name
-            writer.add(name, made[size] if is_shared else random_tensor(size, generator))
+        for name in shapes:
+            writer.add(name, tensor(name))
     write_json(directory / "config.json", config)
     return writer.total_size
 

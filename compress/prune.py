@@ -23,7 +23,7 @@ from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits, check_rounded
 from compress.plans.plan import Plan, granularity, plan_from_json
-from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs
+from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs, most_groups
 from compress.plans.unit_selection import check_units, default_multiple, uniform_width, units_plan
 from compress.prune_file import check_file_result, fitting_widths
 from compress.refit.closed_form import refitted
@@ -164,7 +164,7 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
     if options.refit.correct:
         check_width(checkpoint.config)
     if checkpoint.config.architecture.even_groups and (groups := groups_of(checkpoint.config)):
-        together = max(len(set(own)) for own in groups.values())
+        together = most_groups(groups)
         budget = replace(budget, min_experts=-(-budget.min_experts // together) * together)
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))

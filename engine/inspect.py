@@ -44,7 +44,7 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         return _exported_encoder_decoder(directory, checksums)
     if is_encoder_decoder(directory):
         return _encoder_decoder(directory, checksums, provenance, progress)
-    if is_left_to_transformers(load_json(directory / "config.json", "model config") if directory.is_dir() else {}):
+    if directory.is_dir() and is_left_to_transformers(load_json(directory / "config.json", "model config")):
         raise UnsupportedError(f"{directory}: transformers runs this model, and inspect describes those of our own decoder")
     checkpoint = Checkpoint(directory)
     checkpoint.check_finite(lambda names: progress(names, "reading weights"))

@@ -157,7 +157,6 @@ def routers(
     depends on differences only, and the rows are scaled so that logits deviate by ROUTER_SPREAD.
     """
     sums: dict[int, Tensor] = {}
-    squares: dict[int, float] = dict.fromkeys(clusters, 0.0)
 
     def add(layer: int, network: Expert, x_TD: Tensor) -> None:
         squared_TF = contributions(network, x_TD).square()
@@ -172,8 +171,7 @@ def routers(
         ridge = RIDGE * inputs_DD.diagonal().mean()
         router_ND = torch.linalg.solve(inputs_DD + ridge * torch.eye(len(inputs_DD)), sum_ND.T).T
         variance_N = ((router_ND @ inputs_DD) * router_ND).sum(dim=1) / found[layer].tokens
-        squares[layer] = variance_N.mean().item()
-        made[layer] = router_ND * (ROUTER_SPREAD / max(squares[layer], 1e-30) ** 0.5)
+        made[layer] = router_ND * (ROUTER_SPREAD / max(variance_N.mean().item(), 1e-30) ** 0.5)
     return made
 
 
@@ -250,7 +248,7 @@ def write(dense: Checkpoint, raw: dict[str, Any], blocks: Iterator[tuple[str, Te
 def make(arguments: argparse.Namespace) -> None:
     """Make the mixture that the arguments describe."""
     dense = Checkpoint(resolve(arguments.model))
-    if not isinstance(dense, Checkpoint) or dense.config.moe_layers:
+    if dense.config.moe_layers:
         raise UnsupportedError(f"{arguments.model}: give a dense language model")
     width = dense.config.layers[0].dense_width
     is_split = arguments.way == "split"

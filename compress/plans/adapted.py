@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.plans.adapted_rounding import RoundedResult
 from compress.plans.plan import Plan, check_plan, expert_width
-from compress.plans.releasing import Releasing
+from compress.plans.releasing import ReleasingSource
 from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import family_code
@@ -158,7 +158,7 @@ def apply_adapted(
         widths = {layer: [own.width] * len(own.rows) for layer, own in layers.items()}
         result = RoundedResult(stored, checkpoint, widths, quantiser, made)
         raw |= result.config
-    releasing = Releasing(checkpoint)
+    releasing = ReleasingSource(checkpoint)
     with ShardWriter(directory, result.layout, shard_bytes) as writer:
         for name in progress(result.names):
             for part, pieces in result.parts(name).items():

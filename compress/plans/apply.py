@@ -16,7 +16,7 @@ from compress.options.quantize import QuantiserOptions
 from compress.plans.adapted import adapted_planned_config, apply_adapted, check_fits_adapted
 from compress.plans.adapted_rounding import check_rounding
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
-from compress.plans.releasing import RELEASE_EVERY_BYTES, Releasing
+from compress.plans.releasing import ReleasingSource
 from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
@@ -43,6 +43,7 @@ from engine.families.tensor_names import (
 )
 from engine.families.tensor_shapes import expected_tensors, expert_rows, names_on_disk
 from engine.files.json_file import write_json
+from engine.files.mapped_file import RELEASE_EVERY_BYTES
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
 from engine.kernels.scheme import Scheme
@@ -279,7 +280,7 @@ def apply(
         assert isinstance(weight, QuantizedWeight)
         return {part: [tensor] for part, tensor in tensors_of(name, weight).items()}
 
-    releasing = Releasing(checkpoint)
+    releasing = ReleasingSource(checkpoint)
     with ShardWriter(directory, layout, shard_bytes) as writer:
         for name in progress([*(name for name in stored if name + BLOCKS not in packed), *packed]):
             for part, pieces in pieces_of(name).items():

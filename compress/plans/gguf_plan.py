@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.plans.apply import check_fits, planned_config
 from compress.plans.plan import Plan, PlannedExpert
-from compress.plans.releasing import RELEASE_EVERY_BYTES, Releasing
+from compress.plans.releasing import ReleasingSource
 from engine.checkpoint.checkpoint import Checkpoint, in_parts
 from engine.checkpoint.gguf import GgufModel, GgufView
 from engine.checkpoint.gguf_blocks import dequantized
@@ -33,6 +33,7 @@ from engine.families.tensor_shapes import expert_rows
 from engine.files.gguf_file import SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS, GgufFile
 from engine.files.gguf_file_writer import GgufFileWriter, changed_entry, check_written, metadata_entry
 from engine.files.gguf_types import BlockType
+from engine.files.mapped_file import RELEASE_EVERY_BYTES
 
 _SPLIT = (SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS)
 
@@ -87,7 +88,7 @@ def write_planned(
 ) -> Checkpoint:
     """Write the file, read it back, compare its bytes and its config with the planned ones, and return it opened."""
     assert checkpoint.gguf is not None
-    releasing = Releasing(checkpoint)
+    releasing = ReleasingSource(checkpoint)
     layout = {name: (tensor.kind, tensor.shape) for name, tensor in planned.tensors.items()}
     with GgufFileWriter(path, planned.entries, layout, checkpoint.gguf.files[0].alignment) as file:
         for name in progress(list(planned.tensors)):

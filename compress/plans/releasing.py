@@ -7,22 +7,19 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.files.mapped_file import Releasing
 
-RELEASE_EVERY_BYTES = 64 << 20
 
-
-class Releasing:
+class ReleasingSource:
     """Releases the source's mapped pages at intervals, counted over all tensors of a result."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._read = checkpoint, 0
+        self._pages = Releasing(checkpoint.release)
 
     def after(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the pieces unchanged, and release pages between them."""
         for piece in pieces:
             yield piece
-            self._read += piece.nbytes
-            if self._read >= RELEASE_EVERY_BYTES:
-                del piece
-                self._checkpoint.release()
-                self._read = 0
+            size = piece.nbytes
+            del piece
+            self._pages.read(size)

@@ -153,7 +153,7 @@ class Budget:
         together = 1
         if groups and (even or self.scope == "uniform"):
             ranked = {layer: _in_turns(order, groups[layer]) for layer, order in ranked.items()}
-            together = max(len(set(own)) for own in groups.values()) if even else 1
+            together = most_groups(groups) if even else 1
         if self.scope != "global":
             number = {layer: kept - kept % together for layer, kept in self.kept_per_layer(counts).items()}
             return {layer: sorted(order[: number[layer]]) for layer, order in ranked.items()}
@@ -186,6 +186,11 @@ def check_groups(budget: Budget, layers: Mapping[int, MoeConfig]) -> None:
                 f"a uniform result would keep {kept[layer]} experts in layer {layer}, and its {groups} groups need as many "
                 f"each, at least {least}; keep a multiple of {groups} (--experts), or leave out --uniform"
             )
+
+
+def most_groups(groups: Mapping[int, Sequence[int]]) -> int:
+    """Return the largest number of groups of a layer. groups: the group of each expert, by layer."""
+    return max(len(set(own)) for own in groups.values())
 
 
 def _pieces(order: Sequence[int], size: int) -> list[list[int]]:

@@ -42,7 +42,7 @@ from engine.families.wrappers import Wrapper
 from engine.files.element_type import ElementType
 from engine.files.finite import can_check, is_finite
 from engine.files.json_file import shown
-from engine.files.mapped_file import MappedFile, state_of
+from engine.files.mapped_file import RELEASE_EVERY_BYTES, MappedFile, Releasing, state_of
 from engine.files.safetensors_file import SafetensorsFile, open_shards
 from engine.kernels.scheme import Scheme
 
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from engine.kernels.quantized_weight import Weight
 
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; other commands need the checkpoint behind it"
-_RELEASE_EVERY_BYTES = 64 << 20
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
@@ -297,18 +296,15 @@ class Checkpoint(ModelDirectory):
         for weights that must be computed first.
         """
         finite: dict[str, bool] = {}
-        read = 0
+        pages = Releasing(self.release)
         for name in progress(list(self.shapes)):
             floats = self._views[name].floats
             if floats is not None and can_check(floats[0].entries[floats[1]].element):
                 file, stored_name = floats
                 if stored_name not in finite:  # a stack of experts is read once
-                    finite[stored_name] = is_finite(file, stored_name, _RELEASE_EVERY_BYTES)
-                    read += file.entries[stored_name].nbytes
+                    finite[stored_name] = is_finite(file, stored_name, RELEASE_EVERY_BYTES)
+                    pages.read(file.entries[stored_name].nbytes)
                 if finite[stored_name]:
-                    if read > _RELEASE_EVERY_BYTES:
-                        self.release()
-                        read = 0
                     continue
             self._check_finite(name)
         self.release()
@@ -321,7 +317,7 @@ class Checkpoint(ModelDirectory):
 
         stored = self.stored(name)
         tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else as_tensor(stored)
-        for part in in_parts(tensor, _RELEASE_EVERY_BYTES):
+        for part in in_parts(tensor, RELEASE_EVERY_BYTES):
             low, high = torch.aminmax(part)  # one fast read; NaN propagates
             if not bool(low.isfinite() & high.isfinite()):
                 raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -119,9 +119,14 @@ def base_of(config: Mapping[str, Any]) -> str | None:
 
 def own_class(base: str) -> Any:
     """Return the class of the modeling file, compiled from the template here and never from a file."""
-    name = f"{MODULES}.of_{base}"
-    if name not in sys.modules:
-        module = ModuleType(name)
-        exec(compile(render(base), f"<{FILE_NAME} of {base}>", "exec"), module.__dict__)
-        sys.modules[name] = module  # transformers looks up the module of a class in sys.modules
-    return getattr(sys.modules[name], base)
+    return getattr(compiled(f"of_{base}", lambda: render(base)), base)
+
+
+def compiled(name: str, source: Callable[[], str]) -> ModuleType:
+    """Return the module of a modeling file, which is compiled once. source: returns what this version writes."""
+    full_name = f"{MODULES}.{name}"
+    if full_name not in sys.modules:
+        module = ModuleType(full_name)
+        exec(compile(source(), f"<{FILE_NAME}, {name}>", "exec"), module.__dict__)
+        sys.modules[full_name] = module  # transformers looks up the module of a class in sys.modules
+    return sys.modules[full_name]

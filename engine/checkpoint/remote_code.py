@@ -8,11 +8,9 @@ template in memory. The config stays an instance of the family's own class.
 """
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from engine.checkpoint import family_code
@@ -347,12 +345,7 @@ def _nested(value: Any) -> Iterator[tuple[str, Any]]:
 
 def own_class(row: Architecture) -> Any:
     """Return the class of the modeling file, compiled from the template here and never from a file."""
-    name = f"{family_code.MODULES}.{row.model_type}"
-    if name not in sys.modules:
-        module = ModuleType(name)
-        exec(compile(render(row), f"<{FILE_NAME} of {row.model_type}>", "exec"), module.__dict__)
-        sys.modules[name] = module  # transformers looks up the module of a class in sys.modules
-    return sys.modules[name].CompressedForCausalLM
+    return family_code.compiled(row.model_type, lambda: render(row)).CompressedForCausalLM
 
 
 def class_of(config: Mapping[str, Any]) -> Any:

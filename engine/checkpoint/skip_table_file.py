@@ -12,12 +12,12 @@ from engine.errors import CheckpointError
 from engine.families.config import DecoderConfig
 from engine.files.element_type import FLOAT32
 from engine.files.finite import is_finite
+from engine.files.mapped_file import RELEASE_EVERY_BYTES
 from engine.files.safetensors_file import SafetensorsFile
 
 FILE_NAME = "skip_tables.safetensors"
 SKIP_RULES = ("diep", "naee", "mc-moe")
 """Names of the rules of skipping (engine/decoder/skip_tables.py)."""
-_RELEASE_EVERY_BYTES = 64 << 20
 
 
 def table_name(layer: int, table: str) -> str:
@@ -62,5 +62,5 @@ def check_skip_tables(file: SafetensorsFile, config: DecoderConfig) -> None:
                 f"{file.path}: tensor {name} is {entry.element} {list(entry.shape)} and the model asks for {FLOAT32} "
                 f"{list(shape)}; the skip tables are of another model, calibrate again"
             )
-        if not is_finite(file, name, _RELEASE_EVERY_BYTES):
+        if not is_finite(file, name, RELEASE_EVERY_BYTES):
             raise CheckpointError(f"{file.path}: tensor {name} holds NaN or infinity; the file is damaged, calibrate again")

@@ -243,8 +243,8 @@ class CompiledExperts:
         self._ends = addresses(every[0])[0], addresses(every[-1])[0]
         self._table = kernels.expert_table(map(table_row, experts))
         swiglu: Activation | None = experts[0].swiglu
-        self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
-        self._clamp = self._clamp if experts[0].has_gate else kernels.WITHOUT_GATE
+        of_gate = None if swiglu is None else (swiglu.alpha, swiglu.limit)
+        self._clamp = of_gate if experts[0].has_gate else kernels.WITHOUT_GATE
         matrices = [weight for expert in experts for weight in expert.projections[:3]]
         biases = [weight for expert in experts for weight in expert.projections[3:]]
         served = not biases or kernel_form(kernels, biases) == kernels.PLAIN

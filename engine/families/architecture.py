@@ -45,7 +45,17 @@ class Architecture:
     not_dense: str | None = None
     """Reason why no model of the family can be made dense; None if it can."""
     not_onnx: str | None = None
-    """Reason why no model of the family can be written as an ONNX graph; None if it can."""
+    """Reason beside those of its attention why no model of the family can be written as an ONNX graph."""
+
+    @property
+    def all_settings(self) -> Settings:
+        """Config keys with the values that are honored: those of the layer pattern, and the row's own."""
+        return {**self.layers.settings, **self.settings}
+
+    @property
+    def onnx_obstacle(self) -> str | None:
+        """Reason why no model of the family can be written as an ONNX graph; None if it can."""
+        return self.not_onnx or self.attention.not_onnx
 
     @property
     def left_to_transformers(self) -> tuple[str, ...]:

@@ -94,6 +94,8 @@ class GroupedQuery:
 
     left_to_transformers: ClassVar[tuple[str, ...]] = ()
     """Config keys of features that our decoder lacks and transformers has."""
+    not_onnx: ClassVar[str | None] = None
+    """Reason why our graphs do not have this attention; None if they do."""
     kinds: ClassVar[frozenset[str]] = frozenset()
     """Unusual kinds of layers that this attention adds."""
     has_sinks: ClassVar[bool] = False
@@ -269,6 +271,8 @@ class LinearLayers(GroupedQuery):
 class Lightning(LinearLayers):
     """Lightning attention, with as many heads of the same size as the other layers have heads of queries."""
 
+    not_onnx: ClassVar[str | None] = "its lightning attention keeps a state, for which our graphs have no input"
+
     def sizes(self, family: Any, heads: Heads) -> LinearConfig:
         """Return the sizes of lightning attention."""
         return LightningConfig(positive(family, "num_attention_heads"), heads.size, heads.size)
@@ -278,6 +282,7 @@ class Lightning(LinearLayers):
 class GatedDelta(LinearLayers):
     """The gated delta rule in layers of linear attention, and attention with an output gate in all others."""
 
+    not_onnx: ClassVar[str | None] = "its gated delta rule keeps a state, for which our graphs have no input"
     has_output_gate: ClassVar[bool] = True
     made: ClassVar[type[GatedDeltaConfig]] = GatedDeltaConfig
     """The class of the sizes, which stands for the layout on disk."""
@@ -314,6 +319,7 @@ class SplitGatedDelta(GatedDelta):
 class Mamba2Layers(LinearLayers):
     """Mamba-2 in layers of linear attention, grouped-query attention in others, and layers that are a single FFN."""
 
+    not_onnx: ClassVar[str | None] = "its Mamba-2 layers keep a state, for which our graphs have no input"
     others: ClassVar[frozenset[str]] = BLOCKS
     least_step: str = "time_step_min"
     """Config key of the minimum of Δ."""
@@ -337,6 +343,7 @@ class Mamba2Layers(LinearLayers):
 class ShortConvolutions(LinearLayers):
     """Short convolutions in layers that `layer_types` calls `conv`, grouped-query attention in all others."""
 
+    not_onnx: ClassVar[str | None] = "its short convolutions keep a state, for which our graphs have no input"
     kinds: ClassVar[frozenset[str]] = frozenset([CONVOLUTION])
     kind: ClassVar[str] = CONVOLUTION
     kernel: str = "conv_L_cache"

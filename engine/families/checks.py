@@ -132,10 +132,10 @@ def _lacking(row: Architecture, config: Mapping[str, Any], family: Any) -> Itera
         yield "mlp_bias=true"
     yield from row.rotation.lacking(family)
     yield from row.attention.lacking(family)
-    for key, honored in row.settings.items():
+    for key, honored in row.all_settings.items():
         values = config[key] if isinstance(config.get(key), list) else [config.get(key)]
         is_said = key in config or row.words.renames  # the authors' keys have defaults of their own
         if honored is not None and is_said and any(value not in honored for value in values):
             yield f"{key}={config.get(key)!r}"
-    known = known_keys(family) | HARMLESS_KEYS | set(row.settings) | row.reads
+    known = known_keys(family) | HARMLESS_KEYS | set(row.all_settings) | row.reads
     yield from (f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False))

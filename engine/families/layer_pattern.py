@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from engine.errors import CheckpointError
-from engine.families.aliases import only, unused
+from engine.families.aliases import Settings, only, unused
 from engine.families.values import natural, of_layer, positive
 from engine.files.json_file import shown
 
@@ -25,12 +25,6 @@ SINGLE_BLOCK_NAMES = {
     **{f"mlp.{part}_proj": f"mixer.{part}_proj" for part in ("up", "down")},
 }
 """Names on disk in models whose layers are a single block, the mixer, by the engine's names."""
-SINGLE_BLOCK_SETTINGS = (
-    only(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True, n_shared_experts=1)
-    | only(use_bias=False, attention_bias=False, moe_latent_size=None)
-    | unused("num_hidden_layers", "norm_eps", "partial_rotary_factor", "mtp_hybrid_override_pattern")
-)
-"""Settings of these models. The list of kinds gives the number of layers."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +33,8 @@ class EveryLayer:
 
     left_to_transformers: ClassVar[tuple[str, ...]] = ()
     """Config keys of features that our decoder lacks and transformers has."""
+    settings: ClassVar[Settings] = {}
+    """Further config keys of such models, with the values that are honored."""
     dense_width: str = field(default="intermediate_size", kw_only=True)
     """Config key of a dense FFN's width."""
 
@@ -181,6 +177,11 @@ class SingleBlocks(EveryLayer):
     """Every layer is a single block: attention or what takes its place, experts, or an FFN. The config lists their kinds."""
 
     left_to_transformers: ClassVar[tuple[str, ...]] = ("moe_latent_size",)
+    settings: ClassVar[Settings] = (
+        only(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True, n_shared_experts=1)
+        | only(use_bias=False, attention_bias=False, moe_latent_size=None)
+        | unused("num_hidden_layers", "norm_eps", "partial_rotary_factor", "mtp_hybrid_override_pattern")
+    )
     kinds: str = "layers_block_type"
     """Config key of the list."""
     pattern: str = "hybrid_override_pattern"

@@ -23,14 +23,20 @@ from engine.families.layer_config import LayerConfig, MoeConfig
 from engine.families.plain_config import read_plainly
 from engine.families.table import ARCHITECTURES
 from engine.families.values import flag, positive, with_floats
+from engine.families.wrappers import WRAPPERS
 
 _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
 
 
 def is_left_to_transformers(config: Mapping[str, Any]) -> bool:
-    """Return whether a raw config of a family with a row asks for what transformers has and our decoder lacks."""
-    row = ARCHITECTURES.get(str(config.get("model_type")))
-    return row is not None and any(config.get(key) for key in row.left_to_transformers)
+    """Return whether a raw config of a family with a row asks for what transformers has and our decoder lacks.
+
+    config: also that of a model around such a language model (WRAPPERS).
+    """
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
+    own: Any = config if wrapper is None else config.get(wrapper.config_key)
+    row = ARCHITECTURES.get(str(own.get("model_type"))) if isinstance(own, Mapping) else None
+    return row is not None and any(own.get(key) for key in row.left_to_transformers)
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:

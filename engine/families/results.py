@@ -192,8 +192,8 @@ def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | Non
 def check_onnx(config: DecoderConfig) -> None:
     """Raise UnsupportedError for a model that cannot be written as an ONNX graph."""
     row = config.architecture
-    if row.not_onnx is not None:
-        raise UnsupportedError(f"a {row.model_type} cannot be exported: {row.not_onnx}")
+    if row.onnx_obstacle is not None:
+        raise UnsupportedError(f"a {row.model_type} cannot be exported: {row.onnx_obstacle}")
 
 
 def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:

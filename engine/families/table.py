@@ -49,7 +49,6 @@ from engine.families.experts import (
 from engine.families.head import Head, PredictionLayers
 from engine.families.layer_pattern import (
     SINGLE_BLOCK_NAMES,
-    SINGLE_BLOCK_SETTINGS,
     DenseFirst,
     DenseFirstThenEveryNth,
     EveryLayer,
@@ -161,7 +160,6 @@ _MINIMAX = Architecture(
     experts=Experts(("num_local_experts",), names=_SPARSE_BLOCK),
     residual=_MINIMAX_RESIDUAL,
     settings=only(postnorm=True, shared_intermediate_size=(0, None)) | unused("shared_moe_mode", "max_model_len"),
-    not_onnx="its lightning attention keeps a state, for which our graphs have no input",
 )
 _MINIMAX_AUTHORS = AuthorsWords(
     "minimax",
@@ -187,7 +185,6 @@ _QWEN3_5 = Architecture(
     prediction=PredictionLayers("mtp_num_hidden_layers", prefix="mtp."),
     settings=only(attn_output_gate=True, output_gate_type="swish")
     | unused("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
-    not_onnx="its gated delta rule keeps a state, for which our graphs have no input",
 )
 
 # LFM2
@@ -237,7 +234,6 @@ _ROWS = (
         norms=ZeroCenteredNorms(),
         prediction=PredictionLayers(prefix="mtp."),
         dense_sibling="qwen3_next",
-        not_onnx="its gated delta rule keeps a state, for which our graphs have no input",
     ),
     replace(
         _QWEN3_5,
@@ -433,7 +429,6 @@ _ROWS = (
         settings=only(conv_bias=False, use_expert_bias=True) | unused("tie_embedding"),
         disk_names=_LFM2_NAMES | {"self_attn.o_proj": "self_attn.out_proj"},
         dense_sibling="lfm2_moe",
-        not_onnx="its short convolutions keep a state, for which our graphs have no input",
     ),
     Architecture(
         # Nemotron-H and Nemotron 3, whose layers are single blocks
@@ -447,10 +442,8 @@ _ROWS = (
         layers=SingleBlocks(),
         norms=RootMeanSquareNorms("layer_norm_epsilon"),
         prediction=PredictionLayers(prefix="mtp."),
-        settings=SINGLE_BLOCK_SETTINGS,
         disk_names=SINGLE_BLOCK_NAMES,
         dense_sibling="nemotron_h",
-        not_onnx="its Mamba-2 layers keep a state, for which our graphs have no input",
     ),
     Architecture("mistral", "MistralForCausalLM", attention=GroupedQuery(window=SlidingWindow())),
     Architecture("llama", "LlamaForCausalLM", attention=_BIASED),

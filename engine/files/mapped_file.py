@@ -9,7 +9,7 @@ import hashlib
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -22,6 +22,8 @@ from engine.files.json_file import reading, shown
 if TYPE_CHECKING:
     import torch
 
+RELEASE_EVERY_BYTES = 64 << 20
+"""Bytes that are read before their mapped pages are given back."""
 SMALL_BYTES, SAMPLE_BYTES = 16_384, 4_096
 """Sizes in bytes: a tensor up to SMALL_BYTES is sampled completely; a larger one is sampled by SAMPLE_BYTES bytes."""
 
@@ -180,3 +182,18 @@ class MappedFile:
 def state_of(files: Iterable[MappedFile]) -> str:
     """Return the SHA-256 over the files' states, by which a resumed run detects files that were rewritten."""
     return hashlib.sha256("\n".join(file.state for file in files).encode(errors="surrogatepass")).hexdigest()
+
+
+class Releasing:
+    """Gives mapped pages back at intervals, counted over everything that is read."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        """release: gives the pages back."""
+        self._release, self._read = release, 0
+
+    def read(self, size: int) -> None:
+        """Count so many bytes that were read."""
+        self._read += size
+        if self._read >= RELEASE_EVERY_BYTES:
+            self._release()
+            self._read = 0

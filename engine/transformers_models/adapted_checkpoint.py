@@ -36,6 +36,7 @@ from engine.families.wrappers import WRAPPERS
 from engine.files.element_type import ElementType
 from engine.files.finite import can_check, is_finite
 from engine.files.json_file import load_json, shown
+from engine.files.mapped_file import RELEASE_EVERY_BYTES, Releasing
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import open_shards
 from engine.kernels.scheme import Scheme
@@ -66,7 +67,6 @@ from engine.transformers_models.stack_of import generic
 from engine.transformers_models.stored_experts import StoredExperts
 from engine.transformers_models.transformers_model import quiet_transformers
 
-_RELEASE_EVERY_BYTES = 64 << 20
 SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
 """Bytes of the states before every layer that a pass with gradients keeps in memory, without and with a memory limit."""
 _PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
@@ -87,9 +87,7 @@ def open_mixture_checkpoint(directory: Path) -> Checkpoint:
     raw = load_json(directory / "config.json", "model config") if directory.is_dir() else {}
     model_type = raw.get("model_type")
     has_own_path = not isinstance(model_type, str) or model_type in {*ARCHITECTURES, *WRAPPERS, *ENCODER_DECODERS}
-    wrapper = WRAPPERS.get(str(model_type))
-    own = raw if wrapper is None else raw.get(wrapper.config_key)
-    has_own_path &= not (isinstance(own, dict) and is_left_to_transformers(own))
+    has_own_path = has_own_path and not is_left_to_transformers(raw)
     return Checkpoint(directory) if has_own_path or classified(raw) is not None else AdaptedCheckpoint(directory)
 
 
@@ -316,16 +314,13 @@ class AdaptedCheckpoint(Checkpoint):
 
     def _check_own_names(self) -> None:
         """Raise CheckpointError for a low-bit weight of an expert that is missing, or whose shape config.json denies."""
-        found: dict[str, set[tuple[int, int]]] = {}
-        for layer, expert, part in self.own_names.values():
-            found.setdefault(layer.experts, set()).add((expert, part))
         for layer in self.found.experts:
             has_gate = self.model.get_submodule(layer.experts).has_gate
-            parts = (GATE, UP, DOWN) if has_gate else (UP, DOWN)
-            for place in product(range(layer.count), parts) if layer.experts in found else ():
-                if place not in found[layer.experts]:
-                    name = expert_matrix(layer.experts, *place)
-                    raise CheckpointError(f"{self.directory}: tensor {name}{PACKED} is missing; {SAME_MODEL}")
+            places = product(range(layer.count), (GATE, UP, DOWN) if has_gate else (UP, DOWN))
+            names = [expert_matrix(layer.experts, *place) for place in places]
+            missing = [name for name in names if name not in self.own_names]
+            if missing and len(missing) < len(names):
+                raise CheckpointError(f"{self.directory}: tensor {missing[0]}{PACKED} is missing; {SAME_MODEL}")
         for name, (layer, _, part) in self.own_names.items():
             said = (layer.hidden_size, layer.width) if part == DOWN else (layer.width, layer.hidden_size)
             if self.low_bit[name].shape != said:
@@ -578,18 +573,13 @@ class AdaptedCheckpoint(Checkpoint):
 
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
         """Read every floating-point tensor once and raise CheckpointError naming the first with NaN or infinity."""
-        read = 0
+        pages = Releasing(self.release)
         for name in progress(list(self._stored)):
             file = self._stored[name]
             entry = file.entries[name]
-            if not can_check(entry.element):
-                continue
-            if not is_finite(file, name, _RELEASE_EVERY_BYTES):
+            if can_check(entry.element) and not is_finite(file, name, RELEASE_EVERY_BYTES):
                 raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
-            read += entry.nbytes
-            if read > _RELEASE_EVERY_BYTES:
-                self.release()
-                read = 0
+            pages.read(entry.nbytes)
         self.release()
 
     # Operations that need a decoder of ours

@@ -408,7 +408,7 @@ def test_every_family(family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_checking_weights_gives_their_pages_back_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(by_name("exaone_moe"), tmp_path)
     checkpoint, released = AdaptedCheckpoint(tmp_path), []
-    monkeypatch.setattr("engine.transformers_models.adapted_checkpoint._RELEASE_EVERY_BYTES", 0)
+    monkeypatch.setattr("engine.files.mapped_file.RELEASE_EVERY_BYTES", 0)
     monkeypatch.setattr(checkpoint, "release", lambda: released.append(True))
     checkpoint.check_finite()
     assert len(released) == len(checkpoint.stored_shapes) + 1
