@@ -12,10 +12,16 @@ from family_matrix import own_logits
 from gguf_for_tests import Tensors, q8_0, write_gguf
 from gguf_models_for_tests import DELTA_SIZES, gguf_metadata, gguf_tensors, save_gguf
 
+from compress.export.gguf import export_gguf
+from compress.options.export import GgufExportOptions
+from compress.plans.gguf_plan import planned_file, write_planned
+from compress.plans.plan import pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf_writer import column_weights, pieces
 from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.families.gguf_description import described
 from engine.families.gguf_forms import Form, HeadsInTurns, PartByPart, Rate
+from engine.files.gguf_file import GgufFile
 from engine.kernels.block_weight import BlockWeight
 
 FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
@@ -25,6 +31,8 @@ ALIGNED: dict[str, Any] = {
 }
 """Sizes that blocks divide."""
 KEPT = ("_norm", "_inp", "bias", "ssm_conv1d", "ssm_a", "ssm_b")
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
+LATENT |= {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
 
 
 def make(tmp_path: Path, family: str, **sizes: Any) -> Checkpoint:
@@ -142,6 +150,63 @@ def test_glm_is_told_from_deepseek(metadata: dict[str, Any], family: str, tmp_pa
     said = {key: value for key, value in (gguf_metadata(own) | metadata).items() if value is not None}
     read = Checkpoint(write_gguf(tmp_path / "m.gguf", said, gguf_tensors(own)))
     assert read.config.architecture.model_type == family and torch.equal(own_logits(read), own_logits(own))
+
+
+LARGE: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256),
+    **{"vocab_size": 32, "num_hidden_layers": 2, "num_experts": 3, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "linear_num_key_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "type_"),
+    [
+        ("qwen3_next", "q4_k_s"),
+        pytest.param("qwen3_next", "q8_0", marks=pytest.mark.slow),
+        *(pytest.param("qwen3_5_moe_text", each, marks=pytest.mark.slow) for each in ("q8_0", "q4_k_s")),
+    ],
+)
+def test_low_bit_files_are_read_as_written(family: str, type_: str, tmp_path: Path) -> None:
+    """The logits are compared when a file is written. Small matrices stay in float32, whatever the type is."""
+    own = make(tmp_path, family, **LARGE)
+    figures = export_gguf(GgufExportOptions(model=str(tmp_path / "model"), output=tmp_path / "m.gguf", type=type_))
+    assert figures["max_abs_logit_difference"] <= 1e-4
+    tensors = GgufFile(tmp_path / "m.gguf").tensors
+    kinds = {name: tensor.type.name for name, tensor in tensors.items()}
+    assert {kinds[name] for name in kinds if any(map(name.__contains__, KEPT))} == {"F32"}
+    assert kinds["blk.0.attn_qkv.weight"] == {"q8_0": "Q8_0", "q4_k_s": "Q5_K"}[type_]  # as values of attention
+    assert kinds["blk.0.attn_gate.weight"] == kinds["blk.0.ssm_out.weight"] == {"q8_0": "Q8_0", "q4_k_s": "Q4_K"}[type_]
+    read = Checkpoint(tmp_path / "m.gguf")
+    for name in own.shapes:
+        off, whole = read.tensor(name, torch.float32) - own.tensor(name), own.tensor(name)
+        assert float(off.square().mean()) <= 0.01 * float(whole.square().mean()) + 1e-12
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "glm4_moe_lite"])
+def test_kept_experts_keep_their_blocks_bit_for_bit(family: str, tmp_path: Path) -> None:
+    sizes = ALIGNED if family in FAMILIES else LATENT
+    own = make(tmp_path, family, **sizes)
+    source = Checkpoint(write_gguf(tmp_path / "m.gguf", gguf_metadata(own), in_blocks(gguf_tensors(own))))
+    kept = list(range(0, source.config.experts_per_layer[0], 2))
+    planned = planned_file(pruning_plan(dict.fromkeys(source.config.moe_layers, kept)), source)
+    result = write_planned(planned, source, tmp_path / "out.gguf")
+    files = GgufFile(source.directory), GgufFile(result.directory)
+    assert files[0].entries.keys() == files[1].entries.keys()
+    for name in files[0].entries:
+        whole, divided = files[0].tensor(name), any(part in name for part in ("_exps.", "gate_inp.", "exp_probs_b"))
+        assert torch.equal(files[1].tensor(name), whole[kept] if divided else whole), name
+
+
+def test_weights_of_inputs_are_in_the_order_of_columns(tmp_path: Path) -> None:
+    """A file that is rounded by weights is as if model and weights had the file's order from the start."""
+    own = make(tmp_path, "qwen3_5_moe_text", **LARGE)
+    name, seen = "model.layers.0.linear_attn.out_proj.weight", torch.arange(256.0)
+    stored = next(tensor for tensor in described(own.config).tensors if tensor.sources == (name,))
+    columns = next(pieces(own, stored))[0]
+    (weights,) = column_weights(stored, {name: seen})
+    assert weights is not None and torch.equal(own.tensor(name)[0][weights.long()], columns)
+    assert not torch.equal(weights, seen)
 
 
 REFUSED: list[tuple[str, dict[str, Any], type[CompressError], str]] = [
