@@ -65,7 +65,7 @@ class Place:
     keys: str | None = None
     """Name of the stored keys of absorbed latent attention [heads, rank, inputs], if `name` has the values alone."""
     form: Form | None = None
-    """What conversion did to the numbers; None for nothing."""
+    """The change that conversion made to the numbers; None for none."""
     others: tuple[str, ...] = ()
     """Names of the further stored tensors that the form has."""
 
