@@ -50,6 +50,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | {"mlp_only_layers": []},
     "qwen3_5_moe_text": DELTA,
     "glm4_moe_lite": LATENT,
+    "lfm2_moe": FINE | {"routed_scaling_factor": 1.0},
+    "gemma4_text": FINE | {"head_dim": 16, "global_head_dim": 32, "sliding_window": 16},
+    "nemotron_h": FINE
+    | {"moe_shared_expert_intermediate_size": 64, "ssm_state_size": 16, "mamba_head_dim": 16}
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]},
 }
 """Sizes that llama.cpp has, where those of the tests' tiny models are others."""
 

@@ -149,7 +149,9 @@ class Checkpoint(ModelDirectory):
             raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {SAME_MODEL}")
 
     def _is_ignorable(self, name: str) -> bool:
-        return _is_ignorable(name, self.config) if self.gguf is None else self.gguf.is_unused(name, self.config)
+        if self.gguf is None:
+            return _is_ignorable(name, self.config)
+        return self.gguf.is_unused(name, self.config) or self.gguf.is_constant(name, self.config)
 
     def stored(self, name: str, dtype: torch.dtype | None = None) -> Weight:
         """Return a tensor as stored: memory-mapped and read-only. Its pages stay resident until `release`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 import weakref
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from engine.checkpoint.gguf_tokenizer import special_tokens, write_tokenizer
 from engine.checkpoint.stored_views import StoredView
 from engine.checkpoint.tokenizer_checks import tokenizing
-from engine.errors import CheckpointError, CompressError
+from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.gguf import GgufFamily, gguf_family
 from engine.families.gguf_forms import Form
@@ -57,7 +58,7 @@ class GgufModel:
         self.metadata: Mapping[str, Any] = self.files[0].metadata
         shapes = {name: file.tensors[name].shape for name, file in self.by_name.items()}
         try:
-            facts = Facts(self.metadata, shapes)
+            facts = Facts(self.metadata, shapes, self._numbers_of)
             self.family: GgufFamily = gguf_family(facts)
             self.config: dict[str, Any] = self.family.config(facts)
         except CompressError as error:
@@ -150,6 +151,17 @@ class GgufModel:
         """Return whether a tensor belongs to layers for multi-token prediction, which are not read."""
         layer = re.match(r"blk\.(\d+)\.", name)
         return layer is not None and int(layer[1]) >= len(config.layers) and self.prediction_layers > 0
+
+    def is_constant(self, name: str, config: DecoderConfig) -> bool:
+        """Return whether a tensor says what the config says, and has no numbers of the model's own."""
+        return name in self.family.constants(config)
+
+    def _numbers_of(self, name: str) -> tuple[float, ...]:
+        """Return the numbers of a tensor that describes the model. Raises UnsupportedError unless it is in float32."""
+        file = self.by_name[name]
+        if (kind := file.tensors[name].type.name) != "F32":
+            raise UnsupportedError(f"tensor {name} is {kind}, and is read in F32 only")
+        return struct.unpack(f"<{file.entries[name].nbytes // 4}f", file.raw(name))
 
     @property
     def prediction_layers(self) -> int:

@@ -53,7 +53,7 @@ def write_gguf(
     with GgufFileWriter(path, (metadata_entry(*each) for each in said.items()), layout) as file:
         for tensor in progress(description.tensors):
             kind = types[tensor.name]
-            own = zip(pieces(checkpoint, tensor), column_weights(tensor, weights), strict=True)
+            own = zip(pieces(checkpoint, tensor), column_weights(tensor, weights) or [None], strict=True)
             file.write(tensor.name, (encoded(piece, kind, tensor.name, w_I) for piece, w_I in own))
             checkpoint.release()
 
@@ -61,6 +61,8 @@ def write_gguf(
 def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
     """Yield the parts of a tensor of a file in their order there: one expert of a stack after the other."""
     place, latent = tensor.place, checkpoint.config.latent
+    if tensor.numbers is not None:
+        yield torch.tensor(tensor.numbers, dtype=torch.float32)
     for source in tensor.sources:
         whole = checkpoint.tensor(source, torch.float32)
         if place.form is not None:

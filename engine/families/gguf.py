@@ -12,7 +12,10 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
+from engine.families.gguf_convolutions import SIZES_WITH_CONVOLUTIONS, convolution_places
 from engine.families.gguf_delta import DELTA, SECTIONS, Places, delta_places
+from engine.families.gguf_gemma import HEADS_BY_KIND, gemma_constants, gemma_places
+from engine.families.gguf_mamba import BLOCKS_IN_TURNS, mamba_places
 from engine.families.gguf_metadata import ARCHITECTURE, Facts
 from engine.families.gguf_parts import (
     ATTENTION_BIASES,
@@ -45,9 +48,11 @@ _FLOATS = frozenset(
         "attention.scale",
         "embedding_scale",
         "expert_weights_scale",
+        "final_logit_softcapping",
         "logit_scale",
         "residual_scale",
         "rope.freq_base",
+        "rope.freq_base_swa",
         "rope.scaling.factor",
         "rope.scaling.yarn_attn_factor",
         "rope.scaling.yarn_beta_fast",
@@ -71,6 +76,8 @@ class GgufFamily:
     """Keys that a file may lack, with the entry's value in that case."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Entries that such files never have, because the architecture implies them."""
+    sizes: Part = SIZES
+    """Sizes of the model, and of layers where these differ."""
     made: tuple[Part, ...] = ()
     """Parts that several keys say, or the tensors."""
     gating: int | None = _SOFTMAX
@@ -81,6 +88,10 @@ class GgufFamily:
     """Whether the rows of each head of queries and keys are stored in pairs of what is rotated together."""
     feed_forward_norm: str = "ffn_norm"
     """Name of the norm after attention."""
+    output_norm: str = "output_norm"
+    """Name of the norm after the last layer."""
+    constants: Callable[[DecoderConfig], Mapping[str, tuple[float, ...]]] = lambda config: {}
+    """Returns the numbers of tensors that say what a config.json says, by their names in files."""
     further: Callable[[DecoderConfig, int, Callable[[str], bool]], Places] = lambda config, layer, has: {}
     """Returns the places of a layer's further tensors. The last argument says whether the file has a tensor in its block."""
     says: Mapping[str, str] = field(default_factory=dict)
@@ -91,7 +102,7 @@ class GgufFamily:
     def config(self, facts: Facts) -> dict[str, Any]:
         """Return the content of config.json. Raises CheckpointError and UnsupportedError naming the key."""
         made: dict[str, Any] = {"model_type": self.model_type}
-        for part in (SIZES, *self.made):
+        for part in (self.sizes, *self.made):
             made |= part.read(facts)
         made |= {entry: facts.value(key) for entry, key in self.keys.items()}
         made |= {entry: facts.value(key, default) for entry, (key, default) in self.optional.items()}
@@ -112,7 +123,7 @@ class GgufFamily:
         """
         keys = dict(self.keys) | {entry: key for entry, (key, _) in self.optional.items()}
         found = {key: getattr(config.transformers_config, entry, None) for entry, key in keys.items()}
-        for part in (SIZES, *self.made):
+        for part in (self.sizes, *self.made):
             found |= part.write(config)
         if self.gating == _SIGMOID:
             found[_GATING] = _SIGMOID
@@ -295,6 +306,45 @@ _ROWS = (
         keys=_MIXTURE | {"intermediate_size": "expert_feed_forward_length"},
         made=(HEADS, PARTIAL_ROTATION),
         gating=_SIGMOID,
+    ),
+    GgufFamily(
+        "lfm2moe",
+        "lfm2_moe",
+        keys=_QWEN2_MOE,
+        optional={"num_dense_layers": ("leading_dense_block_count", 0)},
+        fixed={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        sizes=SIZES_WITH_CONVOLUTIONS,
+        made=(UNDIVIDED_HEADS, ROTATION),
+        gating=_SIGMOID,
+        output_norm="token_embd_norm",
+        further=convolution_places,
+    ),
+    GgufFamily(
+        "gemma4",
+        "gemma4_text",
+        keys={"num_experts": "expert_count", "top_k_experts": "expert_used_count", **_FINE_WIDTH},
+        optional={"final_logit_softcapping": ("final_logit_softcapping", None)},
+        fixed={"enable_moe_block": True, "hidden_size_per_layer_input": 0},
+        sizes=HEADS_BY_KIND,
+        feed_forward_norm="pre_ffw_norm_2",
+        further=gemma_places,
+        constants=gemma_constants,
+    ),
+    GgufFamily(
+        "nemotron_h_moe",
+        "nemotron_h",
+        keys={
+            "n_routed_experts": "expert_count",
+            **_TOP_K,
+            **_FINE_WIDTH,
+            "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        optional=_SCALED | _GROUPS | _NORMALIZED,
+        fixed={"time_step_min": 0.001},
+        sizes=BLOCKS_IN_TURNS,
+        gating=_SIGMOID,
+        feed_forward_norm="attn_norm",
+        further=mamba_places,
     ),
     GgufFamily("qwen2", "qwen2", made=(UNDIVIDED_HEADS, ROTATION), gating=None),
     GgufFamily("qwen3", "qwen3", made=(HEADS, ROTATION, ATTENTION_BIASES), gating=None),

@@ -33,7 +33,8 @@ def described(config: DecoderConfig) -> Description:
     family = family_to_write(config)
     check_uniform(config)
     tensors = stored_tensors(config, family)
-    facts = Facts(family.metadata(config), {tensor.name: tensor.shape for tensor in tensors})
+    constants = family.constants(config)
+    facts = Facts(family.metadata(config), {tensor.name: tensor.shape for tensor in tensors}, constants.__getitem__)
     _check_read_back(config, family, facts)
     return Description(family, facts.metadata, tensors)
 
@@ -65,7 +66,10 @@ def _check_read_back(config: DecoderConfig, family: GgufFamily, facts: Facts) ->
     if name is None:
         import torch
 
-        turns = [Rotary(each)(torch.tensor([[1]]), torch.float32) for each in (config, read)]
+        position, turns = torch.tensor([[1]]), list[list[torch.Tensor]]()
+        for rotary in map(Rotary, (config, read)):
+            kinds = rotary.of_kinds(position, torch.float32).values()
+            turns.append([own for pair in (rotary(position, torch.float32), *kinds) for own in pair])
         if all(torch.allclose(ours, theirs, rtol=_FLOAT32, atol=_FLOAT32) for ours, theirs in zip(*turns, strict=True)):
             return
         name = "rope_parameters"

@@ -121,9 +121,13 @@ class Form:
     parts: tuple[int, ...] = ()
     """Rows of each of the stored tensors that the reordered rows are divided among; empty for one tensor."""
     values: Values | None = None
+    row: int = 0
+    """Numbers of each row into which files divide a list; 0 for no division."""
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the shape of each stored tensor."""
+        if self.row:
+            return [(math.prod(shape) // self.row, self.row)]
         inner = (math.prod(shape[1:]),) if len(shape) > 1 else ()
         return [(rows, *inner) for rows in self.parts or shape[:1]]
 
@@ -134,13 +138,15 @@ class Form:
             own = self.values.stored(own)
         for dimension, order in self._orders():
             own = own.index_select(dimension, _indices(order))
+        if self.row:
+            own = own.view(-1, self.row)
         return own.split(self.parts) if self.parts else (own,)
 
     def own(self, *stored: Tensor) -> Tensor:
         """Return the tensor of which `stored` makes these. Dimensions after those of the file stay as they are."""
         import torch
 
-        own = torch.cat(stored) if self.parts else stored[0]
+        own = torch.cat(stored) if self.parts else stored[0].flatten() if self.row else stored[0]
         for dimension, order in self._orders():
             own = own.index_select(dimension, _indices(order).argsort())
         return own if self.values is None else self.values.own(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
@@ -13,13 +13,21 @@ from engine.files.json_file import shown
 ARCHITECTURE = "general.architecture"
 _FLOAT = struct.Struct("<f")
 _REQUIRED = object()
+MOST_LAYERS = 10_000
+"""Layers that are listed; models with more are refused later."""
 
 
 class Facts:
     """The metadata and the shapes of the tensors of a GGUF file. Keys are read without the architecture's name."""
 
-    def __init__(self, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.metadata, self.shapes = metadata, shapes
+    def __init__(
+        self,
+        metadata: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        numbers: Callable[[str], tuple[float, ...]] = lambda name: (),
+    ) -> None:
+        """numbers: returns the numbers of a tensor, for those that describe the model."""
+        self.metadata, self.shapes, self.numbers = metadata, shapes, numbers
         name = metadata.get(ARCHITECTURE)
         if not isinstance(name, str):
             raise CheckpointError(f"metadata: {ARCHITECTURE} is {shown(name)}; the file is not of a language model")
@@ -66,6 +74,38 @@ class Facts:
         if not isinstance(values, list) or any(type(each) is not int or each < 0 for each in values):
             raise CheckpointError(f"metadata: {whole} is {shown(values)}; it must be a list of numbers of things")
         return values
+
+    def by_layer(self, key: str) -> list[int]:
+        """Return a number of things for each layer, which the file says once or in a list.
+
+        Layers for multi-token prediction are left out. Raises CheckpointError for anything else.
+        """
+        layers, predicting = min(self.size("block_count"), MOST_LAYERS), self.size("nextn_predict_layers", 0)
+        is_list = isinstance(self.metadata.get(f"{self.architecture}.{key}"), list)
+        found = self.sizes(key) if is_list else [self.size(key)] * layers
+        if len(found) != layers:
+            raise CheckpointError(
+                f"metadata: {self.architecture}.{key} has {len(found)} numbers, and the model has {layers} layers"
+            )
+        return found[: max(layers - predicting, 0)]
+
+    def shared(self, key: str) -> int:
+        """Return the number of things that all layers which have any share, as `by_layer` returns them."""
+        found = sorted({each for each in self.by_layer(key) if each})
+        if len(found) > 1:
+            raise UnsupportedError(f"metadata: {self.architecture}.{key} differs by layer ({found[0]}, {found[1]}), which is not read")
+        if not found:
+            raise CheckpointError(f"metadata: {self.architecture}.{key} is 0 in every layer; fetch or convert the model again")
+        return found[0]
+
+    def flags(self, key: str) -> list[bool]:
+        """Return a flag for each layer. Raises CheckpointError for anything else."""
+        whole, layers = f"{self.architecture}.{key}", min(self.size("block_count"), MOST_LAYERS)
+        self._read.add(whole)
+        found = self.metadata.get(whole)
+        if not isinstance(found, list) or len(found) != layers or any(type(each) is not bool for each in found):
+            raise CheckpointError(f"metadata: {whole} is {shown(found)}; it must be a list with a flag for each layer")
+        return found
 
     def only(self, key: str, *allowed: Any) -> None:
         """Raise UnsupportedError if the file has the key with another value than these."""

@@ -20,8 +20,9 @@ _BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
 _NEVER_ROUNDED = (
     *(".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight"),
     *(".ssm_conv1d.weight", ".ssm_ba.weight", ".ssm_alpha.weight", ".ssm_beta.weight"),
+    *(".shortconv.conv.weight", "_norm.weight"),
 )
-"""Routers: a small error there changes the choice of experts. Filters, and small matrices of the gated delta rule."""
+"""Routers: a small error there changes the choice of experts. Filters, norms, and small matrices of the gated delta rule."""
 _VALUES = ("attn_v", "attn_kv_b", "attn_qkv")
 """Matrices with the values of attention."""
 _HEAD, _OTHER_HEAD = "Q6_K", "Q8_0"
@@ -139,7 +140,8 @@ class _Mix:
         self.values = {layer: number for number, layer in enumerate(numbers)}
 
     def _number(self, key: str) -> int:
-        return int(self.metadata.get(f"{self.architecture}.{key}", 0))
+        found = self.metadata.get(f"{self.architecture}.{key}", 0)
+        return int(max(found) if isinstance(found, list) else found)
 
     def type_of(self, tensor: StoredTensor) -> BlockType:
         """Return the type of one tensor. What is no matrix stays in float32, and so do routers."""

@@ -27,7 +27,7 @@ from engine.families.tensor_shapes import expected_tensors, expert_shapes, layer
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OUTER = {"model.embed_tokens": "token_embd", "lm_head": "output"}
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -85,6 +85,8 @@ class StoredTensor:
     """The family's names of the tensors that it is made of: one, or every expert of a stack."""
     place: Place
     """The place of the first source."""
+    numbers: tuple[float, ...] | None = None
+    """The numbers of a tensor that is made of no source; None for others."""
 
     @property
     def has_keys(self) -> bool:
@@ -119,7 +121,8 @@ def stored_tensors(config: DecoderConfig, family: GgufFamily) -> list[StoredTens
         else:
             others = stored[place.name].sources if place.expert else ()
             stored[place.name] = StoredTensor(place.name, (place.expert + 1, *shape), (*others, name), place)
-    return list(stored.values())
+    constants = family.constants(config).items()
+    return [*stored.values(), *(StoredTensor(name, (len(own),), (), Place(name), own) for name, own in constants)]
 
 
 def _absorbed(config: DecoderConfig, name: str, place: Place) -> dict[str, StoredTensor]:
@@ -135,7 +138,8 @@ def _absorbed(config: DecoderConfig, name: str, place: Place) -> dict[str, Store
 
 def places(config: DecoderConfig, family: GgufFamily, stored: frozenset[str]) -> dict[str, Place]:
     """Return the place of every tensor of a model's checkpoint. `stored`: the names in the files."""
-    found = {f"{ours}.{part}": Place(f"{theirs}.{part}") for ours, theirs in _OUTER.items() for part in ("weight", "bias")}
+    outer = _OUTER | {"model.norm": family.output_norm}
+    found = {f"{ours}.{part}": Place(f"{theirs}.{part}") for ours, theirs in outer.items() for part in ("weight", "bias")}
     for layer in range(len(config.layers)):
         found |= _layer_places(config, family, layer, stored)
     if config.zero_centered:

@@ -18,7 +18,7 @@ from engine.files.json_file import shown
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 _ROTARY_BASE = 10_000.0
 """The base of rotation where a file does not say one."""
-_FREQUENCIES = "rope_freqs.weight"
+FREQUENCIES = "rope_freqs.weight"
 _KINDS_OF_LAYERS = ("sliding_attention", "full_attention")
 
 
@@ -36,28 +36,33 @@ class Part:
     """Returns metadata; None for a key that a file must not have. Raises UnsupportedError for what no key can say."""
 
 
-def _read_sizes(facts: Facts) -> dict[str, Any]:
-    """Return what every file says."""
+def read_outline(facts: Facts, epsilon: str = "rms_norm_eps") -> dict[str, Any]:
+    """Return what every file says, whatever its layers are. epsilon: config key of the ε of norms."""
     if EMBEDDINGS not in facts.shapes:
         raise CheckpointError(f"tensor {EMBEDDINGS} is missing; give the file of a language model")
     vocabulary = facts.shapes[EMBEDDINGS][0]
     facts.only("vocab_size", vocabulary)
-    heads = facts.size("attention.head_count")
     return {
         "vocab_size": vocabulary,
         "hidden_size": facts.size("embedding_length"),
-        "intermediate_size": facts.size("feed_forward_length", 0) or facts.size("expert_feed_forward_length"),
         "num_hidden_layers": facts.size("block_count") - facts.size("nextn_predict_layers", 0),
-        "num_attention_heads": heads,
-        "num_key_value_heads": facts.size("attention.head_count_kv", heads),
+        "num_attention_heads": facts.size("attention.head_count"),
         "max_position_embeddings": facts.size("context_length"),
-        "rms_norm_eps": facts.value("attention.layer_norm_rms_epsilon"),
+        epsilon: facts.value("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": HEAD not in facts.shapes,
         **{f"{name}_token_id": _token(facts, name) for name in ("bos", "eos", "pad")},
     }
 
 
-def _write_sizes(config: DecoderConfig) -> dict[str, Any]:
+def _read_sizes(facts: Facts) -> dict[str, Any]:
+    return read_outline(facts) | {
+        "intermediate_size": facts.size("feed_forward_length", 0) or facts.size("expert_feed_forward_length"),
+        "num_key_value_heads": facts.size("attention.head_count_kv", facts.size("attention.head_count")),
+    }
+
+
+def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """Return what `read_outline` reads, and what `SIZES` does."""
     return {
         "vocab_size": config.vocabulary_size,
         "embedding_length": config.hidden_size,
@@ -95,8 +100,8 @@ def _read_parameters(facts: Facts) -> dict[str, Any]:
     """Return `rope_parameters`. Raises UnsupportedError for scalings whose numbers are not in the metadata."""
     kind = facts.value("rope.scaling.type", "none")
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.value("rope.freq_base", _ROTARY_BASE)}
-    if _FREQUENCIES in facts.shapes or kind not in _SCALINGS:
-        what = _FREQUENCIES if _FREQUENCIES in facts.shapes else f"rope.scaling.type {shown(kind)}"
+    if FREQUENCIES in facts.shapes or kind not in _SCALINGS:
+        what = FREQUENCIES if FREQUENCIES in facts.shapes else f"rope.scaling.type {shown(kind)}"
         raise UnsupportedError(f"its rotation is scaled by {what}, which is not read; take the model's safetensors")
     if kind == "none":
         facts.only("rope.scaling.factor", 0, 1)
@@ -271,7 +276,7 @@ def _write_first_dense(config: DecoderConfig) -> dict[str, Any]:
     return {"leading_dense_block_count": min(config.moe_layers, default=len(config.layers))}
 
 
-SIZES = Part(_read_sizes, _write_sizes)
+SIZES = Part(_read_sizes, write_sizes)
 ROTATION = Part(_read_rotation, _write_rotation)
 PARTIAL_ROTATION = Part(_read_partial_rotation, _write_rotation)
 HEADS = Part(_read_heads, _write_heads)

@@ -12,6 +12,13 @@ from typing import Any
 
 import torch
 from gguf_for_tests import write_gguf
+from gguf_hybrids_for_tests import (
+    HYBRID_ARCHITECTURES,
+    HYBRID_NAMES,
+    HYBRID_SIZES,
+    HYBRIDS_SAY,
+    hybrid_tensors,
+)
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -46,7 +53,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (LAYER + r"\w+\.shared_experts?\.(gate|up|down)_proj\.", r"blk.\1.ffn_\2_shexp."),
     (LAYER + r"mlp\.(gate|up|down)_proj\.", r"blk.\1.ffn_\2."),
 )
-EXPERT = re.compile(LAYER + r"\w+\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.(weight|bias)")
+EXPERT = re.compile(LAYER + r"(?:\w+\.)?experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.(weight|bias)")
 PROJECTIONS = {"w1": "gate", "w3": "up", "w2": "down"}
 ARCHITECTURES = {
     "mixtral": "llama",
@@ -70,6 +77,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_moe_text": "qwen35moe",
     "glm4_moe_lite": "deepseek2",
+    **HYBRID_ARCHITECTURES,
 }
 PAIRED = ("mixtral", "llama", "granite", "granitemoe", "granitemoeshared", "deepseek")
 """Families whose queries and keys are permuted."""
@@ -81,8 +89,9 @@ DELTA_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"linear_value_head_dim": 8},
 }
 """Sizes that llama.cpp has, of families with the gated delta rule."""
-CHANGED_VALUES = ("norm.weight", "A_log")
-"""Ends of names of tensors of these families whose values conversion changes."""
+FURTHER_SIZES = DELTA_SIZES | HYBRID_SIZES
+CHANGED_VALUES = {**dict.fromkeys(DELTA_SIZES, ("norm.weight", "A_log")), "nemotron_h": ("A_log",)}
+"""Ends of names of tensors whose values conversion changes, by family."""
 
 
 def gguf_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -95,13 +104,16 @@ def gguf_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
             projection = PROJECTIONS.get(expert[3]) or expert[3].removesuffix("_proj")
             stacks.setdefault(f"blk.{expert[1]}.ffn_{projection}_exps.{expert[4]}", []).append(tensor)
             continue
-        own = next(re.sub(pattern, stored, name) for pattern, stored in NAMES if re.match(pattern, name))
+        names = (*HYBRID_NAMES.get(family, ()), *NAMES)
+        own = next(re.sub(pattern, stored, name) for pattern, stored in names if re.match(pattern, name))
         if family in POST_NORM:
             own = own.replace(".ffn_norm.", ".post_attention_norm.")
         if family in PAIRED and (part := re.search(r"attn_([qk])\.", own)) is not None:
             tensor = permuted(tensor, config.attention_heads if part[1] == "q" else config.key_value_heads)
         found[own] = tensor.flatten() if tensor.dim() == 2 and len(tensor) == 1 else tensor
     found |= {name: torch.stack(tensors) for name, tensors in stacks.items()}
+    if family in HYBRID_NAMES:
+        return hybrid_tensors(found, checkpoint)
     return converted_delta(found, checkpoint) if family in DELTA_SIZES else split_latent(found, checkpoint)
 
 
@@ -158,14 +170,14 @@ def converted_delta(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[
 def gguf_metadata(checkpoint: Checkpoint, **changes: Any) -> dict[str, Any]:
     """Return a model's hyperparameters as llama.cpp's conversion writes them. A change of None removes a key."""
     config, family = checkpoint.config.transformers_config, checkpoint.config.architecture.model_type
-    theta = config.rope_parameters["rope_theta"]
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 0)
     found: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": checkpoint.config.key_value_heads,
         "rope.freq_base": float(theta),
         "attention.layer_norm_rms_epsilon": checkpoint.config.norm_epsilon,
         "vocab_size": config.vocab_size,
@@ -269,6 +281,7 @@ def _said_width(config: Any) -> dict[str, Any]:
 
 
 SAID: dict[str, Callable[[Any], dict[str, Any]]] = {
+    **HYBRIDS_SAY,
     "qwen2_moe": _said_qwen2_moe,
     "qwen3_moe": _said_width,
     "granite": _said_granite,

@@ -12,7 +12,7 @@ import torch
 from conftest import save_reference
 from family_matrix import TOKENS, decoder_of, own_logits, worst
 from gguf_for_tests import write_gguf
-from gguf_models_for_tests import ARCHITECTURES, DELTA_SIZES, gguf_metadata, gguf_tensors
+from gguf_models_for_tests import ARCHITECTURES, FURTHER_SIZES, gguf_metadata, gguf_tensors
 from torch import Tensor
 
 from compress.plans.apply import planned_decoder
@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "olmoe": {"num_key_value_heads": 4},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    **DELTA_SIZES,
+    **FURTHER_SIZES,
 }
 ALIGNED = {"hidden_size": 64, "intermediate_size": 128}
 KEPT = (0, 2, 3, 5)
