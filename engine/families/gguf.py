@@ -44,6 +44,7 @@ _GATING = "expert_gating_func"
 _FLOATS = frozenset(
     [
         "attention.clamp_kqv",
+        "attention.layer_norm_epsilon",
         "attention.layer_norm_rms_epsilon",
         "attention.scale",
         "embedding_scale",

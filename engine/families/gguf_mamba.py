@@ -26,11 +26,10 @@ _SIZES = {
     "conv_kernel": "ssm.conv_kernel",
 }
 _INNER = "ssm.inner_size"
-_WITHOUT_MEANING = (
-    *("rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned"),
-    "attention.layer_norm_epsilon",
-)
-"""Keys that conversion writes and the family has no use for: nothing is rotated, and all norms are of one kind."""
+_LAYER_NORM = "attention.layer_norm_epsilon"
+"""The ε of layer norms, which layers for multi-token prediction have. llama.cpp asks for it in every file."""
+_WITHOUT_MEANING = ("rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned", _LAYER_NORM)
+"""Keys that conversion writes and the layers that are read have no use for."""
 
 
 def _read_blocks(facts: Facts) -> dict[str, Any]:
@@ -41,7 +40,9 @@ def _read_blocks(facts: Facts) -> dict[str, Any]:
     if not heads or inner % heads:
         raise CheckpointError(f"metadata: {facts.architecture}.{_INNER} is {inner}, which {heads} heads cannot share evenly")
     if facts.shared(_WIDTH) != (width := facts.size(_EXPERT_WIDTH)):
-        raise UnsupportedError(f"metadata: {facts.architecture}.{_WIDTH} is {facts.shared(_WIDTH)}, and experts have {width}")
+        raise UnsupportedError(
+            f"metadata: {facts.architecture}.{_WIDTH} is {facts.shared(_WIDTH)}, and experts have {width}"
+        )
     size = facts.size("attention.key_length")
     facts.only("attention.value_length", size)
     facts.only("expert_shared_count", 1)
@@ -64,7 +65,9 @@ def _kinds(facts: Facts) -> list[str]:
 def _write_blocks(config: DecoderConfig) -> dict[str, Any]:
     dense = [layer for layer, own in enumerate(config.layers) if own.feeds and own.moe is None]
     if dense:
-        raise UnsupportedError(f"its layer {dense[0]} is an FFN without experts, which llama.cpp does not have beside experts")
+        raise UnsupportedError(
+            f"its layer {dense[0]} is an FFN without experts, which llama.cpp does not have beside experts"
+        )
     family = config.transformers_config
     return write_sizes(config) | {
         _GROUPS: [config.key_value_heads if own.attends and not own.linear else 0 for own in config.layers],
@@ -74,6 +77,7 @@ def _write_blocks(config: DecoderConfig) -> dict[str, Any]:
         "attention.key_length": config.head_dimension,
         "attention.value_length": config.head_dimension,
         "expert_shared_count": 1,
+        _LAYER_NORM: config.norm_epsilon,
     }
 
 

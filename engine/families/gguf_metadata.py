@@ -93,9 +93,13 @@ class Facts:
         """Return the number of things that all layers which have any share, as `by_layer` returns them."""
         found = sorted({each for each in self.by_layer(key) if each})
         if len(found) > 1:
-            raise UnsupportedError(f"metadata: {self.architecture}.{key} differs by layer ({found[0]}, {found[1]}), which is not read")
+            raise UnsupportedError(
+                f"metadata: {self.architecture}.{key} differs by layer ({found[0]}, {found[1]}), which is not read"
+            )
         if not found:
-            raise CheckpointError(f"metadata: {self.architecture}.{key} is 0 in every layer; fetch or convert the model again")
+            raise CheckpointError(
+                f"metadata: {self.architecture}.{key} is 0 in every layer; fetch or convert the model again"
+            )
         return found[0]
 
     def flags(self, key: str) -> list[bool]:

@@ -123,6 +123,7 @@ def _said_nemotron(config: Any) -> dict[str, Any]:
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_norm": config.norm_topk_prob,
         "expert_weights_scale": config.routed_scaling_factor,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "expert_group_count": config.n_group,
         "expert_group_used_count": config.topk_group,
         "ssm.conv_kernel": config.conv_kernel,

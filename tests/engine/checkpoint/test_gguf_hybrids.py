@@ -31,7 +31,18 @@ ALIGNED: dict[str, dict[str, Any]] = {
     NEMOTRON: {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "mamba_head_dim": 16},
 }
 """Sizes that blocks of 32 numbers divide."""
-IN_FLOAT32 = ("norm", "_inp", "bias", "ssm_conv1d", "shortconv.conv", "ssm_a", "ssm_d", ".scale", "output_scale", "rope_freqs")
+IN_FLOAT32 = (
+    "norm",
+    "_inp",
+    "bias",
+    "ssm_conv1d",
+    "shortconv.conv",
+    "ssm_a",
+    "ssm_d",
+    ".scale",
+    "output_scale",
+    "rope_freqs",
+)
 
 
 def make(tmp_path: Path, family: str, **sizes: Any) -> Checkpoint:
@@ -93,9 +104,9 @@ def test_the_head_may_have_a_matrix_of_its_own(tmp_path: Path) -> None:
 def test_keys_that_say_nothing_about_nemotron_are_accepted(tmp_path: Path) -> None:
     own = make(tmp_path, NEMOTRON)
     further = {"rope.dimension_count": 8, "rope.freq_base": 1e4, "rope.scaling.finetuned": False}
-    further |= {"attention.layer_norm_epsilon": 1e-5}
     plain, read = (
-        Checkpoint(save_gguf(own, tmp_path / f"{number}.gguf", **each)) for number, each in enumerate(({}, further))
+        Checkpoint(save_gguf(own, tmp_path / f"{number}.gguf", **each))
+        for number, each in enumerate(({"attention.layer_norm_epsilon": None}, further))
     )
     assert torch.equal(own_logits(read), own_logits(plain))
 
@@ -132,7 +143,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[CompressError], str]] = [
     (NEMOTRON, {"ssm.state_size": None}, CheckpointError, "ssm.state_size is missing"),
     (NEMOTRON, {"ssm.group_count": 3}, CheckpointError, "3 groups"),
     (NEMOTRON, {"feed_forward_length": [0, 16, 16, 0, 16]}, CheckpointError, "layer 2 has both"),
-    (NEMOTRON, {"feed_forward_length": [0, 24, 0, 0, 24]}, UnsupportedError, "feed_forward_length is 24, and experts have 16"),
+    (
+        NEMOTRON,
+        {"feed_forward_length": [0, 24, 0, 0, 24]},
+        UnsupportedError,
+        "feed_forward_length is 24, and experts have 16",
+    ),
     (NEMOTRON, {"feed_forward_length": 16}, CheckpointError, "has both"),
     (NEMOTRON, {"moe_latent_size": 8}, UnsupportedError, "moe_latent_size"),
     (NEMOTRON, {"expert_shared_count": 2}, UnsupportedError, "expert_shared_count"),
@@ -150,7 +166,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[CompressError], str]] = [
 
 @pytest.mark.parametrize(("family", "changes", "error", "says"), REFUSED, ids=[str(row[1])[1:40] for row in REFUSED])
 def test_metadata_that_cannot_be_honored_is_refused(
-    family: str, changes: dict[str, Any], error: type[CompressError], says: str, models: dict[str, Checkpoint], tmp_path: Path
+    family: str,
+    changes: dict[str, Any],
+    error: type[CompressError],
+    says: str,
+    models: dict[str, Checkpoint],
+    tmp_path: Path,
 ) -> None:
     path = save_gguf(models[family], tmp_path / "m.gguf", **changes)
     with pytest.raises(error, match=says) as caught:
