@@ -50,6 +50,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | {"mlp_only_layers": []},
     "qwen3_5_moe_text": DELTA,
     "glm4_moe_lite": LATENT,
+    "deepseek_v32": LATENT | {"index_head_dim": 128},
+    "glm_moe_dsa": LATENT | {"index_head_dim": 128},
     "lfm2_moe": FINE | {"routed_scaling_factor": 1.0},
     "gemma4_text": FINE | {"head_dim": 16, "global_head_dim": 32, "sliding_window": 16},
     "nemotron_h": FINE

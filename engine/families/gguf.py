@@ -15,6 +15,7 @@ from engine.families.config import DecoderConfig
 from engine.families.gguf_convolutions import SIZES_WITH_CONVOLUTIONS, convolution_places
 from engine.families.gguf_delta import DELTA, SECTIONS, Places, delta_places
 from engine.families.gguf_gemma import HEADS_BY_KIND, gemma_constants, gemma_places
+from engine.families.gguf_indexer import INDEXERS, SOME_INDEXERS, indexer_places
 from engine.families.gguf_mamba import BLOCKS_IN_TURNS, mamba_places
 from engine.families.gguf_metadata import ARCHITECTURE, Facts
 from engine.families.gguf_parts import (
@@ -301,6 +302,24 @@ _ROWS = (
         made=(UNDIVIDED_HEADS, ROTATION, SHARED_WIDTH),
     ),
     GgufFamily("ernie4_5", "ernie4_5", made=(HEADS, ROTATION), gating=None),
+    GgufFamily(
+        "deepseek32",
+        "deepseek_v32",
+        keys=_FINE_GRAINED,
+        optional=_SCALED | _GROUPS | _NORMALIZED | _PREDICTION,
+        made=(LATENT, FIRST_DENSE, INDEXERS),
+        gating=_SIGMOID,
+        further=indexer_places,
+    ),
+    GgufFamily(
+        "glm-dsa",
+        "glm_moe_dsa",
+        keys=_FINE_GRAINED,
+        optional=_SCALED | _GROUPS | _NORMALIZED | _PREDICTION,
+        made=(LATENT, FIRST_DENSE, SOME_INDEXERS),
+        gating=_SIGMOID,
+        further=indexer_places,
+    ),
     GgufFamily(
         "minimax-m2",
         "minimax_m2",

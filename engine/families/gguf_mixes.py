@@ -20,9 +20,10 @@ _BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
 _NEVER_ROUNDED = (
     *(".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight"),
     *(".ssm_conv1d.weight", ".ssm_ba.weight", ".ssm_alpha.weight", ".ssm_beta.weight"),
-    *(".shortconv.conv.weight", "_norm.weight"),
+    *(".shortconv.conv.weight", "_norm.weight", ".indexer.attn_k.weight", ".indexer.proj.weight"),
 )
-"""Routers: a small error there changes the choice of experts. Filters, norms, and small matrices of the gated delta rule."""
+"""Routers: a small error there changes the choice of experts. Filters, norms, and small matrices of the gated delta
+rule and of indexers."""
 _VALUES = ("attn_v", "attn_kv_b", "attn_qkv")
 """Matrices with the values of attention."""
 _HEAD, _OTHER_HEAD = "Q6_K", "Q8_0"

@@ -1,6 +1,6 @@
-"""LFM2-MoE, Gemma 4 and Nemotron-H as GGUF files: what llama.cpp's conversion does to them, said again.
+"""Families whose layers differ, and those with indexers, as GGUF files: what llama.cpp's conversion does, said again.
 
-The sources are conversion/lfm2.py, gemma.py, nemotron.py and granite.py.
+The sources are conversion/lfm2.py, gemma.py, nemotron.py, granite.py, deepseek.py and glm.py.
 """
 
 from __future__ import annotations
@@ -14,12 +14,24 @@ from torch import Tensor
 from engine.checkpoint.checkpoint import Checkpoint
 
 LAYER = r"model\.layers\.(\d+)\."
-HYBRID_ARCHITECTURES = {"lfm2_moe": "lfm2moe", "gemma4_text": "gemma4", "nemotron_h": "nemotron_h_moe"}
+HYBRID_ARCHITECTURES = {
+    "lfm2_moe": "lfm2moe",
+    "gemma4_text": "gemma4",
+    "nemotron_h": "nemotron_h_moe",
+    "deepseek_v32": "deepseek32",
+    "glm_moe_dsa": "glm-dsa",
+}
 HYBRID_SIZES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"routed_scaling_factor": 1.0},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]},
 }
 """Sizes that llama.cpp has, where those of the tiny models are others."""
+INDEXER_NAMES = (
+    (LAYER + r"self_attn\.indexer\.wq_b\.", r"blk.\1.indexer.attn_q_b."),
+    (LAYER + r"self_attn\.indexer\.wk\.", r"blk.\1.indexer.attn_k."),
+    (LAYER + r"self_attn\.indexer\.k_norm\.", r"blk.\1.indexer.k_norm."),
+    (LAYER + r"self_attn\.indexer\.weights_proj\.", r"blk.\1.indexer.proj."),
+)
 HYBRID_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "lfm2_moe": (
         (r"model\.norm\.", "token_embd_norm."),
@@ -46,13 +58,14 @@ HYBRID_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
         (LAYER + r"mixer\.A_log$", r"blk.\1.ssm_a"),
         (LAYER + r"mixer\.D$", r"blk.\1.ssm_d"),
     ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), INDEXER_NAMES),
 }
 """Names of these families, before those of all others."""
 
 
 def hybrid_tensors(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return the tensors with the changes of a family's conversion."""
-    return CHANGES[checkpoint.config.architecture.model_type](tensors, checkpoint.config.transformers_config)
+    return WITH_CHANGES[checkpoint.config.architecture.model_type](tensors, checkpoint.config.transformers_config)
 
 
 def _filters(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -76,7 +89,7 @@ def _mamba(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     return {name: changes.get(name.split(".", 2)[-1], lambda x: x)(each) for name, each in tensors.items()}
 
 
-CHANGES: dict[str, Callable[[dict[str, Tensor], Any], dict[str, Tensor]]] = {
+WITH_CHANGES: dict[str, Callable[[dict[str, Tensor], Any], dict[str, Tensor]]] = {
     "lfm2_moe": _filters,
     "gemma4_text": _frequencies,
     "nemotron_h": _mamba,
@@ -132,6 +145,18 @@ def _said_nemotron(config: Any) -> dict[str, Any]:
         "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
         "ssm.time_step_rank": config.mamba_num_heads,
         **dict.fromkeys(("rope.dimension_count", "rope.freq_base")),
+    }
+
+
+def said_indexers(config: Any) -> dict[str, Any]:
+    """Return what DeepSeek V3.2 and GLM-5 say beside what DeepSeek V3 says."""
+    kinds = getattr(config, "indexer_types", None)
+    return ({} if kinds is None else {"attention.indexer.types": [kind == "full" for kind in kinds]}) | {
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+        "expert_weights_norm": config.norm_topk_prob,
     }
 
 

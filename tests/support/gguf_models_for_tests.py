@@ -17,7 +17,9 @@ from gguf_hybrids_for_tests import (
     HYBRID_NAMES,
     HYBRID_SIZES,
     HYBRIDS_SAY,
+    WITH_CHANGES,
     hybrid_tensors,
+    said_indexers,
 )
 from torch import Tensor
 
@@ -112,7 +114,7 @@ def gguf_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
             tensor = permuted(tensor, config.attention_heads if part[1] == "q" else config.key_value_heads)
         found[own] = tensor.flatten() if tensor.dim() == 2 and len(tensor) == 1 else tensor
     found |= {name: torch.stack(tensors) for name, tensors in stacks.items()}
-    if family in HYBRID_NAMES:
+    if family in WITH_CHANGES:
         return hybrid_tensors(found, checkpoint)
     return converted_delta(found, checkpoint) if family in DELTA_SIZES else split_latent(found, checkpoint)
 
@@ -295,6 +297,7 @@ SAID: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek_v3": _said_v3,
     "glm4_moe": _said_glm,
     "glm4_moe_lite": lambda config: _said_v3(config) | {"leading_dense_block_count": config.mlp_layer_types.index("sparse")},
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), lambda config: _said_v3(config) | said_indexers(config)),
     "qwen3_next": _said_delta,
     "qwen3_5_moe_text": lambda config: (
         _said_delta(config) | {"rope.dimension_sections": [*config.rope_parameters["mrope_section"], 0]}

@@ -1,4 +1,4 @@
-"""LFM2-MoE, Gemma 4 and Nemotron-H in GGUF files: sizes that differ by layer, and tensors that conversion reshapes."""
+"""LFM2-MoE, Gemma 4, Nemotron-H and sparse attention in GGUF files: sizes that differ by layer, and tensors that conversion reshapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.families.gguf_description import described
 from engine.families.gguf_forms import Form, Rate
 from engine.files.gguf_file import GgufFile
 
-LFM2, GEMMA, NEMOTRON = "lfm2_moe", "gemma4_text", "nemotron_h"
+LFM2, GEMMA, NEMOTRON, GLM5 = "lfm2_moe", "gemma4_text", "nemotron_h", "glm_moe_dsa"
 ALIGNED: dict[str, dict[str, Any]] = {
     LFM2: {"moe_intermediate_size": 32},
     GEMMA: {"moe_intermediate_size": 32, "head_dim": 16, "global_head_dim": 32},
@@ -161,6 +161,11 @@ REFUSED: list[tuple[str, dict[str, Any], type[CompressError], str]] = [
     (GEMMA, {"attention.key_length": 32}, UnsupportedError, "value_length"),
     (GEMMA, {"rope.dimension_count_swa": 4}, UnsupportedError, "dimension_count_swa"),
     (GEMMA, {"rope.freq_base_swa": None}, CheckpointError, "freq_base_swa is missing"),
+    (GLM5, {"attention.indexer.head_count": None}, CheckpointError, "indexer.head_count is missing"),
+    (GLM5, {"attention.indexer.key_length": 16}, CheckpointError, "shape"),
+    (GLM5, {"attention.indexer.types": [True, False]}, CheckpointError, "a flag for each layer"),
+    (GLM5, {"attention.indexer.types": [False, True, True]}, CheckpointError, "'shared' for layer 0"),
+    (GLM5, {"attention.indexer.types": [True, True, True]}, CheckpointError, "missing"),
 ]
 
 
@@ -181,7 +186,7 @@ def test_metadata_that_cannot_be_honored_is_refused(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    return {family: make(tmp_path_factory.mktemp(family), family) for family in ALIGNED}
+    return {family: make(tmp_path_factory.mktemp(family), family) for family in (*ALIGNED, GLM5)}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +225,7 @@ def test_what_files_cannot_say_is_refused(family: str, sizes: dict[str, Any], sa
 
 def test_names_are_those_of_the_package(tmp_path: Path) -> None:
     """Every tensor that is written is one of its architecture in the package gguf, or has a name of llama.cpp's own."""
-    for family, architecture in ((LFM2, "LFM2MOE"), (GEMMA, "GEMMA4"), (NEMOTRON, "NEMOTRON_H_MOE")):
+    for family, architecture in ((LFM2, "LFM2MOE"), (GEMMA, "GEMMA4"), (NEMOTRON, "NEMOTRON_H_MOE"), (GLM5, "GLM_DSA")):
         known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[architecture]]}
         known |= {gguf.TENSOR_NAMES[each] for each in (gguf.MODEL_TENSOR.FFN_GATE_EXP, gguf.MODEL_TENSOR.FFN_UP_EXP)}
         config = make(tmp_path / family, family).config
