@@ -22,7 +22,8 @@ from engine.checkpoint.stored_views import StoredView
 from engine.checkpoint.tokenizer_checks import tokenizing
 from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.families.config import DecoderConfig
-from engine.families.gguf import GgufFamily, gguf_family
+from engine.families.gguf import gguf_family
+from engine.families.gguf_family import GgufFamily
 from engine.families.gguf_forms import Form
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_names import Place, places

@@ -1,4 +1,4 @@
-"""The families as GGUF files describe them: one row for each, which makes a config.json of metadata, and the reverse.
+"""The families as GGUF files describe them, one row each.
 
 The names are those of llama.cpp (github.com/ggml-org/llama.cpp, conversion/ and gguf-py/gguf/constants.py). A row states
 which metadata key has which entry of config.json, and what such files never say.
@@ -6,18 +6,17 @@ which metadata key has which entry of config.json, and what such files never say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.gguf_convolutions import SIZES_WITH_CONVOLUTIONS, convolution_places
-from engine.families.gguf_delta import DELTA, SECTIONS, Places, delta_places
+from engine.families.gguf_delta import DELTA, SECTIONS, delta_places
+from engine.families.gguf_family import SIGMOID, GgufFamily
 from engine.families.gguf_gemma import HEADS_BY_KIND, gemma_constants, gemma_places
 from engine.families.gguf_indexer import INDEXERS, SOME_INDEXERS, indexer_places
 from engine.families.gguf_mamba import BLOCKS_IN_TURNS, mamba_places
-from engine.families.gguf_metadata import ARCHITECTURE, Facts
+from engine.families.gguf_metadata import Facts
 from engine.families.gguf_parts import (
     ATTENTION_BIASES,
     FIRST_DENSE,
@@ -28,110 +27,12 @@ from engine.families.gguf_parts import (
     QUERY_KEY_NORM,
     ROTATION,
     SHARED_WIDTH,
-    SIZES,
     UNDIVIDED_HEADS,
     UNGROUPED_HEADS,
     UNSCALED,
     WINDOWS_IN_TURNS,
-    Part,
 )
 from engine.files.json_file import shown
-
-_HARMLESS = ("vocab_size", "tensor_data_layout", "attention.causal", "nextn_predict_layers")
-"""Keys that are checked elsewhere or say nothing."""
-_SOFTMAX, _SIGMOID = 1, 2
-"""Functions of router logits (`expert_gating_func`)."""
-_GATING = "expert_gating_func"
-_FLOATS = frozenset(
-    [
-        "attention.clamp_kqv",
-        "attention.layer_norm_epsilon",
-        "attention.layer_norm_rms_epsilon",
-        "attention.scale",
-        "embedding_scale",
-        "expert_weights_scale",
-        "final_logit_softcapping",
-        "logit_scale",
-        "residual_scale",
-        "rope.freq_base",
-        "rope.freq_base_swa",
-        "rope.scaling.factor",
-        "rope.scaling.yarn_attn_factor",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "rope.scaling.yarn_log_multiplier",
-    ]
-)
-"""Keys whose numbers are float32, also if config.json has whole numbers. llama.cpp refuses other types."""
-
-
-@dataclass(frozen=True)
-class GgufFamily:
-    """How GGUF files of one architecture describe models of one family."""
-
-    architecture: str
-    """Value of `general.architecture`."""
-    model_type: str
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Metadata keys, without the architecture's name, by the entry of config.json that they have; all are required."""
-    optional: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Keys that a file may lack, with the entry's value in that case."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Entries that such files never have, because the architecture implies them."""
-    sizes: Part = SIZES
-    """Sizes of the model, and of layers where these differ."""
-    made: tuple[Part, ...] = ()
-    """Parts that several keys say, or the tensors."""
-    gating: int | None = _SOFTMAX
-    """The function of router logits that the family has; None for a dense family."""
-    normalizes: bool | None = None
-    """Whether the weights of the chosen experts sum to 1; None if the family's config.json says it."""
-    permutes: bool = False
-    """Whether the rows of each head of queries and keys are stored in pairs of what is rotated together."""
-    feed_forward_norm: str = "ffn_norm"
-    """Name of the norm after attention."""
-    output_norm: str = "output_norm"
-    """Name of the norm after the last layer."""
-    constants: Callable[[DecoderConfig], Mapping[str, tuple[float, ...]]] = lambda config: {}
-    """Returns the numbers of tensors that say what a config.json says, by their names in files."""
-    further: Callable[[DecoderConfig, int, Callable[[str], bool]], Places] = lambda config, layer, has: {}
-    """Returns the places of a layer's further tensors. The last argument says whether the file has a tensor in its block."""
-    says: Mapping[str, str] = field(default_factory=dict)
-    """Whole keys by which files of this family are told from others of the architecture; llama.cpp ignores them."""
-    only_if: Callable[[Facts], bool] = lambda facts: True
-    """Whether a file of this architecture is of this family. The first row that fits is taken."""
-
-    def config(self, facts: Facts) -> dict[str, Any]:
-        """Return the content of config.json. Raises CheckpointError and UnsupportedError naming the key."""
-        made: dict[str, Any] = {"model_type": self.model_type}
-        for part in (self.sizes, *self.made):
-            made |= part.read(facts)
-        made |= {entry: facts.value(key) for entry, key in self.keys.items()}
-        made |= {entry: facts.value(key, default) for entry, (key, default) in self.optional.items()}
-        made |= self.fixed
-        facts.only("attention.causal", True)
-        if self.gating is None:
-            facts.only("expert_count", 0)
-        facts.only(_GATING, 0, self.gating)
-        if self.normalizes is not None:
-            facts.only("expert_weights_norm", self.normalizes)
-        facts.refuse_unread(_HARMLESS)
-        return made
-
-    def metadata(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return the hyperparameters of a model as metadata. Raises UnsupportedError for what no key can say.
-
-        A config that the keys cannot say gives metadata of another config; the caller compares the two.
-        """
-        keys = dict(self.keys) | {entry: key for entry, (key, _) in self.optional.items()}
-        found = {key: getattr(config.transformers_config, entry, None) for entry, key in keys.items()}
-        for part in (self.sizes, *self.made):
-            found |= part.write(config)
-        if self.gating == _SIGMOID:
-            found[_GATING] = _SIGMOID
-        stored = {key: float(value) if key in _FLOATS else value for key, value in found.items() if value is not None}
-        own = {f"{self.architecture}.{key}": value for key, value in stored.items()}
-        return {ARCHITECTURE: self.architecture, **self.says, **own}
 
 
 def _shared_width(facts: Facts) -> bool:
@@ -170,6 +71,16 @@ _GRANITE = {
     "logits_scaling": ("logit_scale", 1.0),
 }
 
+_DEEPSEEK_V3 = GgufFamily(
+    "deepseek2",
+    "deepseek_v3",
+    keys=_FINE_GRAINED,
+    optional=_DENSE_FIRST | _SCALED | _GROUPS | _NORMALIZED,
+    made=(LATENT,),
+    gating=SIGMOID,
+    only_if=_has_choice_bias,
+)
+
 _ROWS = (
     GgufFamily(
         "llama",
@@ -182,6 +93,7 @@ _ROWS = (
         only_if=_has_experts,
     ),
     GgufFamily("llama", "llama", made=(HEADS, ROTATION, ATTENTION_BIASES), gating=None, permutes=True),
+    GgufFamily("llama", "mistral", made=(HEADS, ROTATION), gating=None, permutes=True, read_as="llama"),
     GgufFamily(
         "qwen2moe",
         "qwen2_moe",
@@ -213,19 +125,12 @@ _ROWS = (
         keys=_FINE_GRAINED,
         optional=_SCALED | _GROUPS | _NORMALIZED | _PREDICTION,
         made=(LATENT, FIRST_DENSE),
-        gating=_SIGMOID,
+        gating=SIGMOID,
         says={_MODEL_TYPE: _GLM_LITE},
         only_if=_is_glm_lite,
     ),
-    GgufFamily(
-        "deepseek2",
-        "deepseek_v3",
-        keys=_FINE_GRAINED,
-        optional=_DENSE_FIRST | _SCALED | _GROUPS | _NORMALIZED,
-        made=(LATENT,),
-        gating=_SIGMOID,
-        only_if=_has_choice_bias,
-    ),
+    _DEEPSEEK_V3,
+    replace(_DEEPSEEK_V3, model_type="kimi_k2", read_as="deepseek_v3"),
     GgufFamily(
         "deepseek2",
         "deepseek_v2",
@@ -251,7 +156,7 @@ _ROWS = (
         keys=_FINE_GRAINED,
         optional=_DENSE_FIRST | _SCALED | _GROUPS | _NORMALIZED | _PREDICTION,
         made=(HEADS, PARTIAL_ROTATION, ATTENTION_BIASES, QUERY_KEY_NORM),
-        gating=_SIGMOID,
+        gating=SIGMOID,
         feed_forward_norm="post_attention_norm",
     ),
     GgufFamily(
@@ -308,7 +213,7 @@ _ROWS = (
         keys=_FINE_GRAINED,
         optional=_SCALED | _GROUPS | _NORMALIZED | _PREDICTION,
         made=(LATENT, FIRST_DENSE, INDEXERS),
-        gating=_SIGMOID,
+        gating=SIGMOID,
         further=indexer_places,
     ),
     GgufFamily(
@@ -317,7 +222,7 @@ _ROWS = (
         keys=_FINE_GRAINED,
         optional=_SCALED | _GROUPS | _NORMALIZED | _PREDICTION,
         made=(LATENT, FIRST_DENSE, SOME_INDEXERS),
-        gating=_SIGMOID,
+        gating=SIGMOID,
         further=indexer_places,
     ),
     GgufFamily(
@@ -325,7 +230,7 @@ _ROWS = (
         "minimax_m2",
         keys=_MIXTURE | {"intermediate_size": "expert_feed_forward_length"},
         made=(HEADS, PARTIAL_ROTATION),
-        gating=_SIGMOID,
+        gating=SIGMOID,
     ),
     GgufFamily(
         "lfm2moe",
@@ -335,7 +240,7 @@ _ROWS = (
         fixed={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
         sizes=SIZES_WITH_CONVOLUTIONS,
         made=(UNDIVIDED_HEADS, ROTATION),
-        gating=_SIGMOID,
+        gating=SIGMOID,
         output_norm="token_embd_norm",
         further=convolution_places,
     ),
@@ -362,7 +267,7 @@ _ROWS = (
         optional=_SCALED | _GROUPS | _NORMALIZED,
         fixed={"time_step_min": 0.001},
         sizes=BLOCKS_IN_TURNS,
-        gating=_SIGMOID,
+        gating=SIGMOID,
         feed_forward_norm="attn_norm",
         further=mamba_places,
     ),
@@ -393,7 +298,7 @@ _ROWS = (
 
 def gguf_family(facts: Facts) -> GgufFamily:
     """Return the row for a file. Raises UnsupportedError naming an unknown architecture."""
-    rows = [row for row in _ROWS if row.architecture == facts.architecture]
+    rows = [row for row in _ROWS if row.architecture == facts.architecture and row.read_as is None]
     if not rows:
         known = ", ".join(dict.fromkeys(row.architecture for row in _ROWS))
         raise UnsupportedError(f"GGUF architecture {shown(facts.architecture)} is not supported; supported: {known}")

@@ -7,8 +7,7 @@ from typing import Any
 
 from engine.families.attention import CONVOLUTION, FULL
 from engine.families.config import DecoderConfig
-from engine.families.gguf_delta import Places
-from engine.families.gguf_forms import AS_IT_IS
+from engine.families.gguf_forms import AS_IT_IS, Places
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_parts import Part, read_outline, write_sizes
 from engine.families.layer_config import ShortConvolutionConfig

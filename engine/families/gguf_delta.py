@@ -5,19 +5,17 @@ llama.cpp has heads of values as large as those of keys, and full attention in e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.attention import FULL, LINEAR
 from engine.families.config import DecoderConfig
-from engine.families.gguf_forms import AS_IT_IS, Form, HeadsInTurns, PartByPart, Rate
+from engine.families.gguf_forms import AS_IT_IS, Form, HeadsInTurns, PartByPart, Places, Rate
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_parts import PARTIAL_ROTATION, Part
 from engine.families.layer_config import GatedDeltaConfig, SplitGatedDeltaConfig
 
-Places = Mapping[str, tuple[tuple[str, ...], Form | None]]
-"""Names within a layer's block of a file, and the form there, by the family's names within the layer."""
 _INTERVAL, _USUAL_INTERVAL = "full_attention_interval", 4
 _MOST_LAYERS = 10_000
 """Layers that are listed; more are refused later."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.errors import UnsupportedError
 from engine.families.config import DecoderConfig
-from engine.families.gguf import GgufFamily, family_to_write, gguf_family
+from engine.families.gguf import family_to_write, gguf_family
+from engine.families.gguf_family import GgufFamily
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_names import StoredTensor, stored_tensors
 from engine.families.resolve import decoder_config
@@ -62,6 +63,8 @@ def _check_read_back(config: DecoderConfig, family: GgufFamily, facts: Facts) ->
     found = gguf_family(facts)
     read = decoder_config(found.config(facts))
     read = replace(read, prediction_layers=config.prediction_layers)  # such layers are never written
+    if family.read_as is not None:
+        read = replace(read, architecture=config.architecture)
     name = first_difference(config, read)
     if name is None:
         import torch

@@ -7,7 +7,7 @@ What moves whole rows, or columns in whole blocks, is applied to blocks as they 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -174,3 +174,5 @@ def _indices(order: Order) -> Tensor:
 AS_IT_IS = Form()
 """The form of what is only written without its dimensions of 1."""
 ONE_MORE = Form(values=OneMore())
+Places = Mapping[str, tuple[tuple[str, ...], Form | None]]
+"""Names within a layer's block of a file, and the form there, by the family's names within the layer."""

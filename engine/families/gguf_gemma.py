@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.attention import FULL, SLIDING
 from engine.families.config import DecoderConfig
-from engine.families.gguf_delta import Places
+from engine.families.gguf_forms import Places
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_parts import FREQUENCIES, Part, read_outline, write_sizes
 from engine.families.layer_config import LayerHeads

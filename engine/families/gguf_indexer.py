@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.families.config import DecoderConfig
-from engine.families.gguf_delta import Places
+from engine.families.gguf_forms import Places
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_parts import Part
 from engine.families.tensor_names import INDEXER

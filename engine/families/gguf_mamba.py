@@ -11,8 +11,7 @@ from typing import Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.attention import FULL, LINEAR
 from engine.families.config import DecoderConfig
-from engine.families.gguf_delta import Places
-from engine.families.gguf_forms import AS_IT_IS, Form, Rate
+from engine.families.gguf_forms import AS_IT_IS, Form, Places, Rate
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_parts import Part, read_outline, write_sizes
 from engine.families.layer_config import Mamba2Config

@@ -60,6 +60,7 @@ PROJECTIONS = {"w1": "gate", "w3": "up", "w2": "down"}
 ARCHITECTURES = {
     "mixtral": "llama",
     "llama": "llama",
+    "mistral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
@@ -69,6 +70,7 @@ ARCHITECTURES = {
     "deepseek": "deepseek",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "kimi_k2": "deepseek2",
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "minimax_m2": "minimax-m2",
@@ -81,7 +83,7 @@ ARCHITECTURES = {
     "glm4_moe_lite": "deepseek2",
     **HYBRID_ARCHITECTURES,
 }
-PAIRED = ("mixtral", "llama", "granite", "granitemoe", "granitemoeshared", "deepseek")
+PAIRED = ("mixtral", "llama", "mistral", "granite", "granitemoe", "granitemoeshared", "deepseek")
 """Families whose queries and keys are permuted."""
 TOLD_BY = {"glm4_moe_lite": {"moe_compress.model_type": "glm4_moe_lite"}}
 """Further metadata that tell a family from others of its architecture."""
@@ -91,7 +93,9 @@ DELTA_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"linear_value_head_dim": 8},
 }
 """Sizes that llama.cpp has, of families with the gated delta rule."""
-FURTHER_SIZES = DELTA_SIZES | HYBRID_SIZES
+FURTHER_SIZES = DELTA_SIZES | HYBRID_SIZES | {"mistral": {"sliding_window": None}}
+READ_AS = {"kimi_k2": "deepseek_v3", "mistral": "llama"}
+"""Families whose files are read as those of another one, which computes the same."""
 CHANGED_VALUES = {**dict.fromkeys(DELTA_SIZES, ("norm.weight", "A_log")), "nemotron_h": ("A_log",)}
 """Ends of names of tensors whose values conversion changes, by family."""
 
@@ -295,6 +299,7 @@ SAID: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek": lambda config: _said_fine_grained(config) | {"rope.scaling.type": "none", "expert_weights_scale": 1.0},
     "deepseek_v2": _said_latent,
     "deepseek_v3": _said_v3,
+    "kimi_k2": _said_v3,
     "glm4_moe": _said_glm,
     "glm4_moe_lite": lambda config: _said_v3(config) | {"leading_dense_block_count": config.mlp_layer_types.index("sparse")},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), lambda config: _said_v3(config) | said_indexers(config)),

@@ -77,7 +77,9 @@ def all_or_fast(families: Sequence[str], fast: Sequence[str]) -> list[Any]:
     return [family if family in fast else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
-MIXTURES = [family for family in ARCHITECTURES if family not in ("llama", "granite", "ernie4_5", "qwen2", "qwen3")]
+MIXTURES = [
+    family for family in ARCHITECTURES if family not in ("llama", "mistral", "granite", "ernie4_5", "qwen2", "qwen3")
+]
 
 
 @pytest.mark.parametrize("family", all_or_fast(MIXTURES, ["gpt_oss", "qwen3_next"]))

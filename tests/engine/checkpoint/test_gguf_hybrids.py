@@ -1,4 +1,4 @@
-"""LFM2-MoE, Gemma 4, Nemotron-H and sparse attention in GGUF files: sizes that differ by layer, and tensors that conversion reshapes."""
+"""Families in GGUF files whose layers differ in sizes, whose tensors conversion reshapes, or that have indexers."""
 
 from __future__ import annotations
 
