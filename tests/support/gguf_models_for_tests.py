@@ -94,6 +94,8 @@ DELTA_SIZES: dict[str, dict[str, Any]] = {
 }
 """Sizes that llama.cpp has, of families with the gated delta rule."""
 FURTHER_SIZES = DELTA_SIZES | HYBRID_SIZES | {"mistral": {"sliding_window": None}}
+QUICK = tuple(family for family in ARCHITECTURES if family not in ("kimi_k2", "mistral", "deepseek_v32"))
+"""Families that every run tests. The layers of the others are among those of these."""
 READ_AS = {"kimi_k2": "deepseek_v3", "mistral": "llama"}
 """Families whose files are read as those of another one, which computes the same."""
 CHANGED_VALUES = {**dict.fromkeys(DELTA_SIZES, ("norm.weight", "A_log")), "nemotron_h": ("A_log",)}

@@ -12,10 +12,10 @@ import pytest
 import torch
 from artifacts_for_tests import make_pruned, make_workplace
 from click.testing import CliRunner
-from conftest import save_reference
+from conftest import others_slow, save_reference
 from family_matrix import own_logits
 from gguf_for_tests import write_gguf
-from gguf_models_for_tests import ARCHITECTURES, FURTHER_SIZES, gguf_metadata, gguf_tensors
+from gguf_models_for_tests import ARCHITECTURES, FURTHER_SIZES, QUICK, gguf_metadata, gguf_tensors
 from safetensors.torch import load_file, save_file
 
 import cli
@@ -60,7 +60,7 @@ def written(tmp_path: Path, **changes: Any) -> Checkpoint:
     return Checkpoint(given["output"])
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(ARCHITECTURES, *QUICK))
 def test_a_file_in_bfloat16_gives_the_logits_of_the_model_bit_for_bit(family: str, tmp_path: Path) -> None:
     make(tmp_path, family)
     own = in_bfloat16(tmp_path / "model")
@@ -69,7 +69,7 @@ def test_a_file_in_bfloat16_gives_the_logits_of_the_model_bit_for_bit(family: st
     assert all(torch.equal(read.tensor(name), own.tensor(name).to(read.dtype(name))) for name in own.shapes)
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(ARCHITECTURES, *QUICK))
 def test_names_and_hyperparameters_are_those_of_llama_cpp(family: str, tmp_path: Path) -> None:
     own = make(tmp_path, family)
     file = GgufFile(written(tmp_path, type="f32").directory)

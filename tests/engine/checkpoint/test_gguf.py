@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
+from conftest import FAMILIES, FURTHER_FAMILIES, others_slow, save_reference
 from family_matrix import TOKENS, decoder_of, logits_of, own_logits, worst
 from gguf_for_tests import Tensors, gguf_bytes, q8_0, write_gguf
 from gguf_models_for_tests import (
     ARCHITECTURES,
     CHANGED_VALUES,
     FURTHER_SIZES,
+    QUICK,
     READ_AS,
     gguf_metadata,
     gguf_tensors,
@@ -44,7 +45,7 @@ def test_every_family_with_a_row_is_tested() -> None:
     assert set(gguf_model_types()) == set(ARCHITECTURES) and set(ARCHITECTURES) <= set(FAMILIES | FURTHER_FAMILIES)
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(ARCHITECTURES, *QUICK))
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = save_reference(family, tmp_path / "model", **SIZES.get(family, {}))
     own = Checkpoint(tmp_path / "model")

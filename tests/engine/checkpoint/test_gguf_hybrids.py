@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from conftest import save_reference
+from conftest import others_slow, save_reference
 from family_matrix import own_logits
 from gguf_for_tests import write_gguf
 from gguf_hybrids_for_tests import HYBRID_SIZES
@@ -65,7 +65,7 @@ def test_a_list_in_rows_is_undone() -> None:
 
 
 @pytest.mark.parametrize("type_", ["q8_0", pytest.param("q4_k", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ALIGNED)
+@pytest.mark.parametrize("family", others_slow(ALIGNED, NEMOTRON))
 def test_small_tensors_stay_in_float32(family: str, type_: str, tmp_path: Path) -> None:
     """Matrices are in blocks; the logits are compared when the file is written."""
     file = GgufFile(exported(tmp_path, family, type_).directory)
@@ -74,7 +74,7 @@ def test_small_tensors_stay_in_float32(family: str, type_: str, tmp_path: Path) 
         assert (tensor.type.name == "F32") == is_kept, name
 
 
-@pytest.mark.parametrize("family", ALIGNED)
+@pytest.mark.parametrize("family", others_slow(ALIGNED, GEMMA))
 def test_kept_experts_keep_their_blocks_bit_for_bit(family: str, tmp_path: Path) -> None:
     source = exported(tmp_path, family, "q8_0")
     kept = [expert for expert in range(source.config.experts_per_layer[0]) if expert % 3 != 1]
