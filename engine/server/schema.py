@@ -209,6 +209,6 @@ def image_urls(messages: Sequence[Message]) -> list[str]:
                 urls.append(part.image_url if isinstance(part.image_url, str) else part.image_url.url)
             elif part.type != "text" or part.text is None:
                 kind = part.type if part.type not in ("text", "image_url") else f"{part.type} without its {part.type}"
-                message_of = f"messages has a part of type {kind!r:.40}; only text and image_url can be read"
-                raise ApiError(400, message_of, param="messages")
+                said = f"messages has a part of type {kind!r:.40}; only text and image_url can be read"
+                raise ApiError(400, said, param="messages")
     return urls
