@@ -47,6 +47,7 @@ from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.config_keys import CountKey, WidthKey, find_count_key, find_width_key
 from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers, find_layers, skeleton
 from engine.transformers_models.experts_implementation import StackedExperts
+from engine.transformers_models.image_reader import check_vision
 from engine.transformers_models.interface_families import classes_of, has_interface
 from engine.transformers_models.layer_counts import (
     BLOCKS_KEY,
@@ -89,6 +90,15 @@ def open_mixture_checkpoint(directory: Path) -> Checkpoint:
     has_own_path = not isinstance(model_type, str) or model_type in {*ARCHITECTURES, *WRAPPERS, *ENCODER_DECODERS}
     has_own_path = has_own_path and not is_left_to_transformers(raw)
     return Checkpoint(directory) if has_own_path or classified(raw) is not None else AdaptedCheckpoint(directory)
+
+
+def open_image_checkpoint(directory: Path) -> AdaptedCheckpoint:
+    """Return the checkpoint of an image-and-text model, which transformers runs as a whole, also for families with a row.
+
+    Raises UnsupportedError for a model that reads text only, and the errors of AdaptedCheckpoint.
+    """
+    check_vision(directory)
+    return AdaptedCheckpoint(directory)
 
 
 class AdaptedCheckpoint(Checkpoint):
@@ -383,6 +393,18 @@ class AdaptedCheckpoint(Checkpoint):
             with quiet_transformers():
                 model.tie_weights(recompute_mapping=False)
         self._check_loaded(model, layer)
+
+    def load_rest(self, model: Any, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Give a model the weights outside of its decoder, which text does not reach, such as those of a vision part.
+
+        Raises CheckpointError for one that is missing or damaged.
+        """
+        decoder = {name for names in self.names_by_layer.values() for name in names}
+        self._load(model, [name for name in self.targets if name not in decoder], dtype, device)
+        decoder_modules = (f"{self.found.layers}.", *self._outer_modules())
+        for name, tensor in model.state_dict().items():
+            if tensor.is_meta and not name.startswith(decoder_modules):
+                raise CheckpointError(f"{self.directory}: tensor {name} is missing; {SAME_MODEL}")
 
     def _check_loaded(self, model: Any, layer: int | None) -> None:
         """Raise CheckpointError if a tensor of a layer, or for None one around the layers, has no values."""

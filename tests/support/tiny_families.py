@@ -154,12 +154,17 @@ def _tokens(value: Any) -> Any:
 
 def save_tiny(family: Family, path: Path, **changes: Any) -> Any:
     """Save a tiny random model of a family as transformers does; return the model that transformers loads from there."""
+    return save_random(family, tiny_config(family.model_type, **changes), path)
+
+
+def save_random(family: Family, config: Any, path: Path) -> Any:
+    """Save a random model of a config; return the model that transformers loads from there."""
     import transformers
 
     model_class = getattr(transformers, family.model_class)
     torch.manual_seed(0)
     with quiet_transformers():
-        model = model_class(tiny_config(family.model_type, **changes)).eval()
+        model = model_class(config).eval()
         generator = torch.Generator().manual_seed(2)
         for name, tensor in model.named_parameters():
             if tensor.is_floating_point():
