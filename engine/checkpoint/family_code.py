@@ -121,7 +121,7 @@ _NARROWING = """\
             for layer in (index for index, size in enumerate(sizes) if size == (count, width)):
                 _take_block(self, other, ".".join((places["layers"], str(layer), places["module"])))
 """
-"""What the file has besides where widths differ. Others have the text that they have always had, because the file of an
+"""Text of the file where widths differ. Others have the text that they have always had, because the file of an
 earlier result must equal this one.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from adapted_references import random_units, text_gradients, without_units
-from diep_references import RELAXATIONS, gradients_of_steps, gradients_of_whole_model
+from diep_references import gradients_of_steps, gradients_of_whole_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -291,12 +291,13 @@ COLUMNS = (
     "pruned, non-uniform",
     "gate gradients",
     "DiEP",
+    "DiEP, routed",
     "units removed",
     "units, by layer",
 )
 """A pass layer by layer, a model without some experts as transformers runs it and layer by layer, one whose layers keep
-different numbers of experts, in both ways, gate gradients, those of DiEP's scores, a model whose experts have half of their
-hidden units, and one whose layers also keep different numbers of experts and of their units."""
+different numbers of experts, in both ways, gate gradients, those of DiEP's scores (paper and gated, then routed), a
+model whose experts have half of their hidden units, and one whose layers keep different numbers of experts and of units."""
 Cell = float | str
 """The largest difference from the reference, or why there is none."""
 
@@ -329,9 +330,10 @@ def measured(family: Family, path: Path) -> dict[str, Cell] | str:
     return found | {
         COLUMNS[3]: ragged_difference(model, checkpoint, path / "ragged"),
         COLUMNS[4]: _of_gradients(model, checkpoint),
-        COLUMNS[5]: _of_search(model, checkpoint),
-        COLUMNS[6]: _without_units(family, model, checkpoint, path),
-        COLUMNS[7]: ragged_units_difference(model, checkpoint, path / "widths"),
+        COLUMNS[5]: _of_search(model, checkpoint, "paper", "gated"),
+        COLUMNS[6]: _of_search(model, checkpoint, "routed"),
+        COLUMNS[7]: _without_units(family, model, checkpoint, path),
+        COLUMNS[8]: ragged_units_difference(model, checkpoint, path / "widths"),
     }
 
 
@@ -366,12 +368,12 @@ def _of_gradients(model: Any, checkpoint: AdaptedCheckpoint) -> float:
     return max(float((own[layer] - row).abs().max() / row.abs().max()) for layer, row in expected.items())
 
 
-def _of_search(model: Any, checkpoint: AdaptedCheckpoint) -> Cell:
-    """Return the largest difference of a gradient of DiEP's scores, through any of its relaxed layers."""
+def _of_search(model: Any, checkpoint: AdaptedCheckpoint, *relaxations: str) -> Cell:
+    """Return the largest difference of a gradient of DiEP's scores through these relaxed layers."""
     decoder, differences = AdaptedLayerwiseDecoder(checkpoint, torch.float32), []
     try:
         checkpoint.check_states()
-        for relaxation in RELAXATIONS:
+        for relaxation in relaxations:
             _, own = gradients_of_steps(decoder, TOKENS_SL, relaxation, MemoryBudget())
             _, expected = gradients_of_whole_model(model, checkpoint, TOKENS_SL, relaxation)
             differences.append(difference(own, expected) / float(expected.abs().max()))
