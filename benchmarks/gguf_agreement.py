@@ -1,11 +1,12 @@
 """Logits of llama.cpp and of this engine on the GGUF files that `compress export` writes, for a tiny model of each family.
 
 pip install llama-cpp-python gguf
-python benchmarks/gguf_agreement.py [--families mixtral,qwen3_moe] [--tokens 64]
+python benchmarks/gguf_agreement.py [--families mixtral,qwen3_moe] [--tokens 64] [--peer-python PYTHON]
 
 The models are random. Both programs read the same file and the same random tokens; this engine computes in float32. NMSE is
 the squared difference over all logits, divided by the sum of their squares. A near tie of two experts that the programs
-decide differently changes all logits of a token, so the median over tokens is stored too.
+decide differently changes all logits of a token, so the median over tokens is stored too. llama.cpp may be installed for
+another Python.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from llama_cpp_peer import FLOAT32, NAME, LlamaCpp
 from results import ROOT, markdown, require, save
 from torch import Tensor
 
@@ -35,6 +36,8 @@ FINE = {"moe_intermediate_size": 32}
 LATENT = FINE | {
     **{"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
 }
+DELTA = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+DELTA |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
     "qwen3_moe": {"moe_intermediate_size": 64},
@@ -44,10 +47,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe": FINE,
     "ernie4_5_moe": FINE,
+    "qwen3_next": DELTA | {"mlp_only_layers": []},
+    "qwen3_5_moe_text": DELTA,
+    "glm4_moe_lite": LATENT,
 }
 """Sizes that llama.cpp has, where those of the tests' tiny models are others."""
-FLOAT32 = 0
-"""Type of the cache of keys and values in llama.cpp."""
 
 
 def all_of(checkpoint: Checkpoint) -> Plan | None:
@@ -105,30 +109,26 @@ def our_logits(path: Path, tokens: list[int]) -> Tensor:
     return logits
 
 
-def logits_of_llama_cpp(path: Path, tokens: list[int]) -> Tensor:
+def logits_of_llama_cpp(python: str, path: Path, tokens: list[int]) -> Tensor:
     """Return the logits of llama.cpp [tokens, vocabulary]."""
-    import llama_cpp
-
-    sizes = {"n_ctx": len(tokens), "n_batch": len(tokens), "n_ubatch": len(tokens), "n_threads": 1}
     cache = {"type_k": FLOAT32, "type_v": FLOAT32}
-    model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **sizes, **cache)
-    model.eval(tokens)
-    return torch.from_numpy(np.array(model.scores[: len(tokens)]))
+    with LlamaCpp(python, path, 1, len(tokens), logits_all=True, **cache) as peer:
+        return torch.from_numpy(peer.logits(tokens, path.with_suffix(".npy")))
 
 
-def difference(path: Path, tokens: int) -> dict[str, float]:
+def difference(python: str, path: Path, tokens: int) -> dict[str, float]:
     """Return the NMSE over all tokens and the median over tokens."""
     vocabulary = Checkpoint(path).config.vocabulary_size
     given = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     ours_TV = our_logits(path, given)
-    squares_T = (logits_of_llama_cpp(path, given) - ours_TV).square().sum(1)
+    squares_T = (logits_of_llama_cpp(python, path, given) - ours_TV).square().sum(1)
     return {
         "nmse": float(squares_T.sum() / ours_TV.square().sum()),
         "nmse_median": float((squares_T / ours_TV.square().sum(1)).median()),
     }
 
 
-def measured(family: str, place: Path, tokens: int) -> dict[str, dict[str, float]]:
+def measured(python: str, family: str, place: Path, tokens: int) -> dict[str, dict[str, float]]:
     """Return the differences of a family's files by the column of the table."""
     from conftest import save_reference
 
@@ -143,7 +143,7 @@ def measured(family: str, place: Path, tokens: int) -> dict[str, dict[str, float
             model.mkdir()
             apply(plan, full, model)
         export_gguf(GgufExportOptions(model=str(model), output=place / f"{number}.gguf", type=kind))
-        found[column] = difference(place / f"{number}.gguf", tokens)
+        found[column] = difference(python, place / f"{number}.gguf", tokens)
     return found
 
 
@@ -153,17 +153,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", default=",".join(gguf_model_types()))
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--peer-python", default=sys.executable, help="Python that has llama-cpp-python")
     arguments = parser.parse_args()
-    require("llama_cpp", "gguf")
-    import llama_cpp
-
+    require("gguf", *(("llama_cpp",) if arguments.peer_python == sys.executable else ()))
     torch.set_num_threads(1)
     found = {}
     for family in arguments.families.split(","):
         with tempfile.TemporaryDirectory() as place:
-            found[family] = measured(family, Path(place), arguments.tokens)
-    peer = {"llama.cpp": {"package": "llama-cpp-python", "version": llama_cpp.__version__}}
-    save("gguf_agreement", {"columns": list(COLUMNS), "tokens": arguments.tokens, "families": found}, peer)
+            found[family] = measured(arguments.peer_python, family, Path(place), arguments.tokens)
+            with LlamaCpp(arguments.peer_python, Path(place) / "0.gguf", 1, 1) as peer:
+                about = peer.about
+    save("gguf_agreement", {"columns": list(COLUMNS), "tokens": arguments.tokens, "families": found}, {NAME: about})
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ from engine.checkpoint.tokenizer_checks import tokenizing
 from engine.errors import CheckpointError, CompressError
 from engine.families.config import DecoderConfig
 from engine.families.gguf import GgufFamily, gguf_family
+from engine.families.gguf_forms import Form
 from engine.families.gguf_metadata import Facts
 from engine.families.gguf_names import Place, places
 from engine.families.gguf_parts import EMBEDDINGS
 from engine.families.tensor_names import router_tensor
 from engine.families.tensor_shapes import expected_tensors, router_tensors
-from engine.files.element_type import BFLOAT16
+from engine.files.element_type import BFLOAT16, FLOAT32
 from engine.files.gguf_file import GgufFile, open_gguf
 from engine.files.json_file import shown
 from engine.files.model_files import check_inside
@@ -120,10 +121,12 @@ class GgufModel:
         return {name: self._view(name, place, shapes[name], config) for name, place in there.items()}
 
     def _is_there(self, place: Place) -> bool:
-        return place.name in self.by_name and (place.keys is None or place.keys in self.by_name)
+        return all(name in self.by_name for name in (*place.names, place.keys or place.name))
 
     def _view(self, name: str, place: Place, shape: tuple[int, ...], config: DecoderConfig) -> GgufView:
         try:
+            if place.form is not None:
+                return FormedView(self.by_name, place, shape)
             if place.keys is None:
                 return GgufView(self.by_name[place.name], place, shape)
             return AbsorbedView(self.by_name[place.name], self.by_name[place.keys], place, shape, config)
@@ -269,6 +272,66 @@ class AbsorbedView(GgufView):
         """Return the matrix [heads · (plain + value dimension), rank]."""
         values, keys = self._numbers(dtype), self.keys.read(dtype)
         return joined(keys.to(values.dtype), values.view(self.count, -1, self.latent.key_value_rank))
+
+
+class FormedView(GgufView):
+    """A tensor whose numbers conversion moved or changed, in one or several stored tensors."""
+
+    def __init__(self, by_name: Mapping[str, GgufFile], place: Place, shape: tuple[int, ...]) -> None:
+        assert place.form is not None
+        self.form, (first, *others) = place.form, place.form.shapes(shape)
+        self.stored_shape = first
+        super().__init__(by_name[place.name], place, shape)
+        self.parts: list[GgufView] = [GgufView(self.file, Place(place.name), first)]
+        for name, own in zip(place.others, others, strict=True):
+            try:
+                self.parts.append(GgufView(by_name[name], Place(name), own))
+            except CheckpointError as error:
+                raise CheckpointError(f"goes with {name}, which {error}") from error
+        elements = {part.element for part in self.parts}
+        if self.form.values is not None or len(elements) > 1:
+            self.element = FLOAT32
+
+    def _expected(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.stored_shape
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the stored tensors."""
+        return self.place.names
+
+    @property
+    def bytes(self) -> int:
+        """Stored size in bytes."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def floats(self) -> None:
+        """None: numbers may be computed, and there may be several tensors."""
+        return None
+
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor."""
+        wanted = dtype or self.element.torch
+        stored = (part.read(wanted) for part in self.parts)
+        if len(self.parts) > 1:
+            stored = (part.to(wanted) for part in stored)
+        return self.form.own(*stored).reshape(self.shape)
+
+    def weight(self, kinds: Container[str]) -> BlockWeight | None:
+        """Return the matrix in blocks, of which it has a copy in the family's order; None if blocks are not moved whole."""
+        is_one_kind = len({part.stored.type for part in self.parts}) == 1
+        return super().weight(kinds) if is_one_kind and self._of_blocks is not None else None
+
+    @property
+    def _of_blocks(self) -> Form | None:
+        return self.form.of_blocks(self.stored.type.numbers)
+
+    def _in_order(self) -> Tensor:
+        form, kind = self._of_blocks, self.stored.type
+        assert form is not None
+        rows = (part.own_part().reshape(part.shape[0], -1, kind.bytes) for part in self.parts)
+        return form.own(*rows).flatten(1)
 
 
 def joined(keys: Tensor, values: Tensor) -> Tensor:

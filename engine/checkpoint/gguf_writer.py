@@ -20,6 +20,7 @@ from engine.checkpoint.gguf import joined, paired, separated
 from engine.checkpoint.gguf_rounding import K_TYPES, rounded_to_k
 from engine.errors import UnsupportedError
 from engine.families.gguf_description import Description
+from engine.families.gguf_forms import Form
 from engine.families.gguf_names import StoredTensor
 from engine.files.gguf_file_writer import TYPE_NUMBERS, GgufFileWriter, metadata_entry
 from engine.files.gguf_header import ALIGNMENT_KEY
@@ -62,6 +63,8 @@ def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
     place, latent = tensor.place, checkpoint.config.latent
     for source in tensor.sources:
         whole = checkpoint.tensor(source, torch.float32)
+        if place.form is not None:
+            whole = place.form.stored(whole)[tensor.part]
         if place.heads is not None:
             whole = paired(whole, place.heads)
         if place.keys is not None:
@@ -76,7 +79,8 @@ def column_weights(tensor: StoredTensor, weights: Mapping[str, Tensor]) -> list[
 
     The keys of absorbed latent attention are stored by columns, so that weights of the inputs are not weights of columns.
     """
-    return [None if tensor.has_keys else weights.get(source) for source in tensor.sources]
+    found = (None if tensor.has_keys else weights.get(source) for source in tensor.sources)
+    return [None if own is None else tensor.by_column(own) for own in found]
 
 
 def is_written(kind: BlockType) -> bool:
@@ -133,13 +137,18 @@ class GgufRoundedCheckpoint(Checkpoint):
         """weights: those that the file was written with."""
         super().__init__(directory)
         self._rounding: dict[str, list[tuple[BlockType, Tensor | None]]] = {}
+        self._forms: dict[str, Form | None] = {}
         for tensor in description.tensors:
+            self._forms |= dict.fromkeys(tensor.sources, tensor.place.form)
             for source, w_I in zip(tensor.sources, column_weights(tensor, weights), strict=True):
                 self._rounding.setdefault(source, []).append((types[tensor.name], w_I))
 
     def stored(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight after rounding."""
         whole, rounding = plain(super().stored(name, torch.float32), torch.float32), self._rounding[name]
+        if (form := self._forms[name]) is not None:
+            stored = zip(form.stored(whole), rounding, strict=True)
+            return form.own(*(rounded(part.contiguous(), *own) for part, own in stored)).reshape(whole.shape)
         if len(rounding) == 1:
             return rounded(whole.contiguous(), *rounding[0])
         assert self.config.latent is not None

@@ -48,7 +48,8 @@ def write_imatrix(
         if inputs and tensor.place.keys is None:
             names, count = (f"{tensor.name}.in_sum2", f"{tensor.name}.counts"), len(tensor.sources)
             layout |= {names[0]: (_FLOAT32, (count, inputs)), names[1]: (_FLOAT32, (count, 1))}
-            content[names[0]] = map(squares.get, tensor.sources, repeat(torch.zeros(inputs)))
+            own = map(squares.get, tensor.sources, repeat(torch.zeros(inputs)))
+            content[names[0]] = map(tensor.by_column, own)
             content[names[1]] = (torch.tensor([float(tokens.get(source, 0))]) for source in tensor.sources)
     with GgufFileWriter(path, (metadata_entry(*each) for each in metadata.items()), layout) as file:
         for name, pieces in content.items():

@@ -12,9 +12,11 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
+from engine.families.gguf_delta import DELTA, SECTIONS, Places, delta_places
 from engine.families.gguf_metadata import ARCHITECTURE, Facts
 from engine.families.gguf_parts import (
     ATTENTION_BIASES,
+    FIRST_DENSE,
     HEADS,
     LATENT,
     LIMITED_GROUPS,
@@ -79,6 +81,10 @@ class GgufFamily:
     """Whether the rows of each head of queries and keys are stored in pairs of what is rotated together."""
     feed_forward_norm: str = "ffn_norm"
     """Name of the norm after attention."""
+    further: Callable[[DecoderConfig, int, Callable[[str], bool]], Places] = lambda config, layer, has: {}
+    """Returns the places of a layer's further tensors. The last argument says whether the file has a tensor in its block."""
+    says: Mapping[str, str] = field(default_factory=dict)
+    """Whole keys by which files of this family are told from others of the architecture; llama.cpp ignores them."""
     only_if: Callable[[Facts], bool] = lambda facts: True
     """Whether a file of this architecture is of this family. The first row that fits is taken."""
 
@@ -111,7 +117,8 @@ class GgufFamily:
         if self.gating == _SIGMOID:
             found[_GATING] = _SIGMOID
         stored = {key: float(value) if key in _FLOATS else value for key, value in found.items() if value is not None}
-        return {ARCHITECTURE: self.architecture} | {f"{self.architecture}.{key}": value for key, value in stored.items()}
+        own = {f"{self.architecture}.{key}": value for key, value in stored.items()}
+        return {ARCHITECTURE: self.architecture, **self.says, **own}
 
 
 def _shared_width(facts: Facts) -> bool:
@@ -122,6 +129,16 @@ def _has_experts(facts: Facts) -> bool:
     return facts.size("expert_count", 0) > 0
 
 
+def _has_choice_bias(facts: Facts) -> bool:
+    return any(name.endswith(".exp_probs_b.bias") for name in facts.shapes)
+
+
+def _is_glm_lite(facts: Facts) -> bool:
+    """Return whether a file with the layers of DeepSeek V3 is a GLM-4.7-Flash: it has a tokenizer of GLM, or says so."""
+    return facts.metadata.get(_MODEL_TYPE) == _GLM_LITE or facts.metadata.get("tokenizer.ggml.pre") == "glm4"
+
+
+_MODEL_TYPE, _GLM_LITE = "moe_compress.model_type", "glm4_moe_lite"
 _TOP_K = {"num_experts_per_tok": "expert_used_count"}
 _MIXTURE = {"num_local_experts": "expert_count", **_TOP_K}
 _FINE_WIDTH = {"moe_intermediate_size": "expert_feed_forward_length"}
@@ -131,6 +148,8 @@ _SCALED = {"routed_scaling_factor": ("expert_weights_scale", 1.0)}
 _GROUPS = {"n_group": ("expert_group_count", 1), "topk_group": ("expert_group_used_count", 1)}
 _NORMALIZED = {"norm_topk_prob": ("expert_weights_norm", False)}
 _QWEN2_MOE = {"num_experts": "expert_count", **_TOP_K, **_FINE_WIDTH}
+_SHARED_FFN = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_PREDICTION = {"num_nextn_predict_layers": ("nextn_predict_layers", 0)}
 _GRANITE = {
     "attention_multiplier": ("attention.scale", 1.0),
     "embedding_multiplier": ("embedding_scale", 1.0),
@@ -153,7 +172,7 @@ _ROWS = (
     GgufFamily(
         "qwen2moe",
         "qwen2_moe",
-        keys=_QWEN2_MOE | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        keys=_QWEN2_MOE | _SHARED_FFN,
         fixed={"norm_topk_prob": False},
         made=(UNDIVIDED_HEADS, ROTATION),
         normalizes=False,
@@ -177,12 +196,22 @@ _ROWS = (
     ),
     GgufFamily(
         "deepseek2",
+        _GLM_LITE,
+        keys=_FINE_GRAINED,
+        optional=_SCALED | _GROUPS | _NORMALIZED | _PREDICTION,
+        made=(LATENT, FIRST_DENSE),
+        gating=_SIGMOID,
+        says={_MODEL_TYPE: _GLM_LITE},
+        only_if=_is_glm_lite,
+    ),
+    GgufFamily(
+        "deepseek2",
         "deepseek_v3",
         keys=_FINE_GRAINED,
         optional=_DENSE_FIRST | _SCALED | _GROUPS | _NORMALIZED,
         made=(LATENT,),
         gating=_SIGMOID,
-        only_if=lambda facts: any(name.endswith(".exp_probs_b.bias") for name in facts.shapes),
+        only_if=_has_choice_bias,
     ),
     GgufFamily(
         "deepseek2",
@@ -207,7 +236,7 @@ _ROWS = (
         "glm4moe",
         "glm4_moe",
         keys=_FINE_GRAINED,
-        optional=_DENSE_FIRST | _SCALED | _GROUPS | _NORMALIZED | {"num_nextn_predict_layers": ("nextn_predict_layers", 0)},
+        optional=_DENSE_FIRST | _SCALED | _GROUPS | _NORMALIZED | _PREDICTION,
         made=(HEADS, PARTIAL_ROTATION, ATTENTION_BIASES, QUERY_KEY_NORM),
         gating=_SIGMOID,
         feed_forward_norm="post_attention_norm",
@@ -269,6 +298,26 @@ _ROWS = (
     ),
     GgufFamily("qwen2", "qwen2", made=(UNDIVIDED_HEADS, ROTATION), gating=None),
     GgufFamily("qwen3", "qwen3", made=(HEADS, ROTATION, ATTENTION_BIASES), gating=None),
+    GgufFamily(
+        "qwen3next",
+        "qwen3_next",
+        keys=_QWEN2_MOE | _SHARED_FFN,
+        fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False},
+        made=(HEADS, PARTIAL_ROTATION, DELTA),
+        normalizes=True,
+        feed_forward_norm="post_attention_norm",
+        further=delta_places,
+    ),
+    GgufFamily(
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        keys=_QWEN2_MOE | _SHARED_FFN,
+        fixed={"attention_bias": False},
+        made=(HEADS, SECTIONS, DELTA),
+        normalizes=True,
+        feed_forward_norm="post_attention_norm",
+        further=delta_places,
+    ),
 )
 
 

@@ -58,6 +58,15 @@ class Facts:
             raise CheckpointError(f"metadata: {self.architecture}.{key} is {shown(value)}; it must be a number of things")
         return value
 
+    def sizes(self, key: str) -> list[int]:
+        """Return a list of numbers of things. Raises CheckpointError for anything else."""
+        whole = f"{self.architecture}.{key}"
+        self._read.add(whole)
+        values = self.metadata.get(whole)
+        if not isinstance(values, list) or any(type(each) is not int or each < 0 for each in values):
+            raise CheckpointError(f"metadata: {whole} is {shown(values)}; it must be a list of numbers of things")
+        return values
+
     def only(self, key: str, *allowed: Any) -> None:
         """Raise UnsupportedError if the file has the key with another value than these."""
         if self.has(key) and (value := self.value(key)) not in allowed:

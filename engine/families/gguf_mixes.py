@@ -17,8 +17,13 @@ from engine.families.gguf_parts import EMBEDDINGS, HEAD
 from engine.files.gguf_types import BLOCK_TYPES, BlockType
 
 _BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
-_NEVER_ROUNDED = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
-"""Routers: a small error there changes the choice of experts."""
+_NEVER_ROUNDED = (
+    *(".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight"),
+    *(".ssm_conv1d.weight", ".ssm_ba.weight", ".ssm_alpha.weight", ".ssm_beta.weight"),
+)
+"""Routers: a small error there changes the choice of experts. Filters, and small matrices of the gated delta rule."""
+_VALUES = ("attn_v", "attn_kv_b", "attn_qkv")
+"""Matrices with the values of attention."""
 _HEAD, _OTHER_HEAD = "Q6_K", "Q8_0"
 """Types of the output head in a quantized file, with rows that the blocks of the matrices divide, and without."""
 _NARROWER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -128,7 +133,9 @@ class _Mix:
         self.heads, self.key_heads = self._number("attention.head_count"), self._number("attention.head_count_kv")
         names = [tensor.name for tensor in description.tensors]
         self.is_tied = HEAD not in names
-        numbers = sorted(int(found[1]) for name in names if (found := re.search(r"blk\.(\d+)\.attn_(v|kv_b)\.weight", name)))
+        numbers = sorted(
+            int(found[1]) for name in names if (found := re.search(rf"blk\.(\d+)\.({'|'.join(_VALUES)})\.weight", name))
+        )
         self.values = {layer: number for number, layer in enumerate(numbers)}
 
     def _number(self, key: str) -> int:
@@ -157,7 +164,7 @@ class _Mix:
             return matrices.name
         layer, part = int(named[1]), named[2]
         chosen: str | None = None
-        if part in ("attn_v", "attn_kv_b"):
+        if part in _VALUES:
             chosen = _OTHER_HEAD if is_eight else self._of_values(self.values[layer], matrices.name)
         elif part == "attn_k":
             chosen = _OTHER_HEAD if is_eight else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from engine.errors import UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, GATE, GATE_BIAS
 from engine.families.gguf import GgufFamily
+from engine.families.gguf_forms import ONE_MORE, Form
 from engine.families.layer_config import MoeConfig
 from engine.families.tensor_names import (
     LATENT_UP,
@@ -21,6 +23,9 @@ from engine.families.tensor_names import (
     sinks_tensor,
 )
 from engine.families.tensor_shapes import expected_tensors, expert_shapes, layer_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -38,6 +43,8 @@ _LAYER = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
 }
+_CENTERED = ("model.norm", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+"""Norms whose weights may be differences from 1, which files do not have."""
 _PROJECTIONS = ("gate", "up", "down")
 
 
@@ -57,6 +64,15 @@ class Place:
     """Number of heads whose rows are stored in pairs: row i and row i + half of each head after one another."""
     keys: str | None = None
     """Name of the stored keys of absorbed latent attention [heads, rank, inputs], if `name` has the values alone."""
+    form: Form | None = None
+    """The change that conversion made to the numbers; None for none."""
+    others: tuple[str, ...] = ()
+    """Names of the further stored tensors that the form has."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all stored tensors of a form."""
+        return self.name, *self.others
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,15 @@ class StoredTensor:
         """Whether it has the keys of absorbed latent attention, whose source has values too."""
         return self.name == self.place.keys
 
+    @property
+    def part(self) -> int:
+        """The number of the tensor among those that its form has."""
+        return self.place.names.index(self.name)
+
+    def by_column(self, numbers: Tensor) -> Tensor:
+        """Return one number for each of a source's inputs in the order of the stored columns."""
+        return numbers if self.place.form is None else self.place.form.by_column(numbers)
+
 
 def stored_tensors(config: DecoderConfig, family: GgufFamily) -> list[StoredTensor]:
     """Return the tensors of a model's file, in order. Raises UnsupportedError naming a tensor that has no place there."""
@@ -86,6 +111,9 @@ def stored_tensors(config: DecoderConfig, family: GgufFamily) -> list[StoredTens
             raise UnsupportedError(f"tensor {name} has no place in a GGUF file of a {family.architecture}")
         if place.keys is not None:
             stored |= _absorbed(config, name, place)
+        elif place.form is not None:
+            shapes = zip(place.names, place.form.shapes(shape), strict=True)
+            stored |= {own: StoredTensor(own, each, (name,), place) for own, each in shapes}
         elif place.expert is None:
             stored[place.name] = StoredTensor(place.name, shape, (name,), place)
         else:
@@ -110,6 +138,9 @@ def places(config: DecoderConfig, family: GgufFamily, stored: frozenset[str]) ->
     found = {f"{ours}.{part}": Place(f"{theirs}.{part}") for ours, theirs in _OUTER.items() for part in ("weight", "bias")}
     for layer in range(len(config.layers)):
         found |= _layer_places(config, family, layer, stored)
+    if config.zero_centered:
+        shifted = (name for name in found if name.endswith(tuple(f"{norm}.weight" for norm in _CENTERED)))
+        found |= {name: replace(found[name], form=ONE_MORE) for name in shifted}
     return found
 
 
@@ -123,6 +154,9 @@ def _layer_places(config: DecoderConfig, family: GgufFamily, layer: int, stored:
         if name not in found and module in by_module:
             count = heads.get(module) if family.permutes else None
             found[name] = Place(f"{block}{by_module[module]}.{part}", heads=count)
+    for name, (names, form) in family.further(config, layer, lambda name: f"{block}{name}" in stored).items():
+        first, *others = (f"{block}{own}" for own in names)
+        found[f"{prefix}{name}"] = Place(first, form=form, others=tuple(others))
     found[sinks_tensor(layer)] = Place(f"{block}attn_sinks.weight")
     if f"{block}attn_kv_b.weight" not in stored:
         latent = Place(f"{block}attn_v_b.weight", keys=f"{block}attn_k_b.weight")

@@ -12,6 +12,7 @@ from typing import Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.gguf_metadata import Facts
+from engine.families.layer_pattern import DENSE, SPARSE
 from engine.files.json_file import shown
 
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
@@ -60,7 +61,7 @@ def _write_sizes(config: DecoderConfig) -> dict[str, Any]:
     return {
         "vocab_size": config.vocabulary_size,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.transformers_config.intermediate_size,
+        "feed_forward_length": getattr(config.transformers_config, "intermediate_size", None),
         "block_count": len(config.layers),
         "nextn_predict_layers": None,  # such layers are not read, so they are not written
         "attention.head_count": config.attention_heads,
@@ -259,6 +260,17 @@ def _read_windows_in_turns(facts: Facts) -> dict[str, Any]:
     return {"layer_types": layers, "rope_parameters": _read_parameters(facts) | {"truncate": False}}
 
 
+def _read_first_dense(facts: Facts) -> dict[str, Any]:
+    """Return the kind of each layer's feed-forward block, for a family whose config.json lists them."""
+    layers = min(facts.size("block_count") - facts.size("nextn_predict_layers", 0), 10_000)
+    dense = min(facts.size("leading_dense_block_count", 0), layers)
+    return {"mlp_layer_types": [DENSE] * dense + [SPARSE] * (layers - dense)}
+
+
+def _write_first_dense(config: DecoderConfig) -> dict[str, Any]:
+    return {"leading_dense_block_count": min(config.moe_layers, default=len(config.layers))}
+
+
 SIZES = Part(_read_sizes, _write_sizes)
 ROTATION = Part(_read_rotation, _write_rotation)
 PARTIAL_ROTATION = Part(_read_partial_rotation, _write_rotation)
@@ -272,3 +284,4 @@ UNSCALED = Part(_read_unscaled, _write_unscaled)
 SHARED_WIDTH = Part(_read_shared_width, _write_shared_width)
 QUERY_KEY_NORM = Part(_read_query_key_norm)
 WINDOWS_IN_TURNS = Part(_read_windows_in_turns)
+FIRST_DENSE = Part(_read_first_dense, _write_first_dense)

@@ -14,6 +14,10 @@ _SINGLE_DIGITS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SINGLE_DIGITS_AND_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -37,15 +41,17 @@ BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
 """Values of `tokenizer.ggml.model`."""
 WHOLE_TOKENS_FIRST = frozenset(["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"])
 """Names of tokenizers that take a piece as one token if the vocabulary has it, without merging, and begin every text."""
-NORMALIZED = frozenset(["qwen2", "command-r", "olmo", "mpt"])
+NORMALIZED = frozenset(["qwen2", "qwen35", "command-r", "olmo", "mpt"])
 """Names of tokenizers that bring a text into Unicode's form NFC first, as the models' own tokenizer.json do.
 
-transformers says so in its classes Qwen2Tokenizer, CohereTokenizer and GPTNeoXTokenizer; no key of a GGUF file does.
+transformers says so in its classes Qwen2Tokenizer, Qwen3_5Tokenizer, CohereTokenizer and GPTNeoXTokenizer; no key of a GGUF
+file does.
 """
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", *sorted(WHOLE_TOKENS_FIRST)), (_LLAMA3,)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "megrez"), (_SINGLE_DIGITS,)),
+    "qwen35": (_SINGLE_DIGITS_AND_MARKS,),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), (_CASED,)),
     "tekken": (_TEKKEN,),
     "deepseek-llm": (r"[\r\n]", _CASED_LETTERS, _MARKS, r"\s+$", _CHINESE_AND_KOREAN, r"\p{N}"),

@@ -33,6 +33,15 @@ NAMES: tuple[tuple[str, str], ...] = (
     (LAYER + r"self_attn\.sinks$", r"blk.\1.attn_sinks.weight"),
     (LAYER + r"\w+\.(?:gate|router|router\.layer)\.(weight|bias)$", r"blk.\1.ffn_gate_inp.\2"),
     (LAYER + r"\w+\.(?:\w+\.)?e_score_correction_bias$", r"blk.\1.exp_probs_b.bias"),
+    (LAYER + r"linear_attn\.in_proj_(qkvz?)\.", r"blk.\1.attn_\2."),
+    (LAYER + r"linear_attn\.in_proj_z\.", r"blk.\1.attn_gate."),
+    (LAYER + r"linear_attn\.in_proj_ba\.", r"blk.\1.ssm_ba."),
+    (LAYER + r"linear_attn\.in_proj_b\.", r"blk.\1.ssm_beta."),
+    (LAYER + r"linear_attn\.in_proj_a\.", r"blk.\1.ssm_alpha."),
+    (LAYER + r"linear_attn\.dt_bias$", r"blk.\1.ssm_dt.bias"),
+    (LAYER + r"linear_attn\.A_log$", r"blk.\1.ssm_a"),
+    (LAYER + r"linear_attn\.(conv1d|norm)\.", r"blk.\1.ssm_\2."),
+    (LAYER + r"linear_attn\.out_proj\.", r"blk.\1.ssm_out."),
     (LAYER + r"mlp\.shared_expert_gate\.", r"blk.\1.ffn_gate_inp_shexp."),
     (LAYER + r"\w+\.shared_experts?\.(gate|up|down)_proj\.", r"blk.\1.ffn_\2_shexp."),
     (LAYER + r"mlp\.(gate|up|down)_proj\.", r"blk.\1.ffn_\2."),
@@ -58,10 +67,22 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "granite": "granite",
     "ernie4_5": "ernie4_5",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_moe_text": "qwen35moe",
+    "glm4_moe_lite": "deepseek2",
 }
 PAIRED = ("mixtral", "llama", "granite", "granitemoe", "granitemoeshared", "deepseek")
 """Families whose queries and keys are permuted."""
-POST_NORM = ("gpt_oss", "glm4_moe")
+TOLD_BY = {"glm4_moe_lite": {"moe_compress.model_type": "glm4_moe_lite"}}
+"""Further metadata that tell a family from others of its architecture."""
+POST_NORM = ("gpt_oss", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+DELTA_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"linear_value_head_dim": 8, "mlp_only_layers": []},
+    "qwen3_5_moe_text": {"linear_value_head_dim": 8},
+}
+"""Sizes that llama.cpp has, of families with the gated delta rule."""
+CHANGED_VALUES = ("norm.weight", "A_log")
+"""Ends of names of tensors of these families whose values conversion changes."""
 
 
 def gguf_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -81,7 +102,7 @@ def gguf_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
             tensor = permuted(tensor, config.attention_heads if part[1] == "q" else config.key_value_heads)
         found[own] = tensor.flatten() if tensor.dim() == 2 and len(tensor) == 1 else tensor
     found |= {name: torch.stack(tensors) for name, tensors in stacks.items()}
-    return split_latent(found, checkpoint)
+    return converted_delta(found, checkpoint) if family in DELTA_SIZES else split_latent(found, checkpoint)
 
 
 def permuted(weights: Tensor, heads: int) -> Tensor:
@@ -101,6 +122,39 @@ def split_latent(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str
     return found
 
 
+def converted_delta(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the tensors with the changes of Qwen3NextModel and Qwen3_5MoeTextModel (conversion/qwen.py)."""
+    config, found = checkpoint.config.transformers_config, dict[str, Tensor]()
+    keys, key, value = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    shared, before = config.linear_num_value_heads // keys, 2 * keys * key
+
+    def tiled(tensor: Tensor, size: int) -> Tensor:
+        return tensor.reshape(keys, shared, size, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        **dict.fromkeys(
+            ("attn_qkv.weight", "ssm_conv1d.weight"), lambda x: torch.cat([x[:before], tiled(x[before:], value)])
+        ),
+        **dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias", "ssm_a"), lambda x: tiled(x, 1)),
+        "attn_gate.weight": lambda x: tiled(x, value),
+        "ssm_out.weight": lambda x: tiled(x.T, value).T.contiguous(),
+    }
+    for name, tensor in tensors.items():
+        part = name.split(".", 2)[-1]
+        if part == "attn_qkvz.weight":
+            *mixed, gate = tensor.view(keys, -1, tensor.shape[1]).split([key, key, shared * value, shared * value], dim=1)
+            found[name.replace("qkvz", "qkv")] = torch.cat([each.flatten(0, 1) for each in mixed])
+            found[name.replace("qkvz", "gate")] = gate.flatten(0, 1)
+            continue
+        tensor = tensor.squeeze(1) if part == "ssm_conv1d.weight" else tensor
+        if checkpoint.config.architecture.model_type == "qwen3_5_moe_text" and part in changes:
+            tensor = changes[part](tensor)
+        if name.endswith("norm.weight") and part != "ssm_norm.weight":
+            tensor = tensor.float() + 1
+        found[name] = -torch.exp(tensor.float()) if part == "ssm_a" else tensor
+    return found
+
+
 def gguf_metadata(checkpoint: Checkpoint, **changes: Any) -> dict[str, Any]:
     """Return a model's hyperparameters as llama.cpp's conversion writes them. A change of None removes a key."""
     config, family = checkpoint.config.transformers_config, checkpoint.config.architecture.model_type
@@ -109,7 +163,7 @@ def gguf_metadata(checkpoint: Checkpoint, **changes: Any) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "rope.freq_base": float(theta),
@@ -127,13 +181,15 @@ def gguf_metadata(checkpoint: Checkpoint, **changes: Any) -> dict[str, Any]:
         }
     found |= SAID.get(family, lambda config: {})(config) | changes
     own = {f"{ARCHITECTURES[family]}.{key}": value for key, value in found.items() if value is not None}
-    tokens = {f"tokenizer.ggml.{name}_token_id": number for name, number in (("bos", 1), ("eos", 2), ("padding", 0))}
-    return {"general.architecture": ARCHITECTURES[family]} | own | tokens
+    tokens: dict[str, Any] = {
+        f"tokenizer.ggml.{name}_token_id": number for name, number in (("bos", 1), ("eos", 2), ("padding", 0))
+    }
+    return {"general.architecture": ARCHITECTURES[family]} | own | tokens | TOLD_BY.get(family, {})
 
 
 def _said_fine_grained(config: Any) -> dict[str, Any]:
     return {
-        "leading_dense_block_count": config.first_k_dense_replace,
+        "leading_dense_block_count": getattr(config, "first_k_dense_replace", 0),
         "expert_feed_forward_length": config.moe_intermediate_size,
         "expert_shared_count": config.n_shared_experts,
     }
@@ -197,6 +253,17 @@ def _said_qwen2_moe(config: Any) -> dict[str, Any]:
     return _said_width(config) | {"expert_shared_feed_forward_length": shared}
 
 
+def _said_delta(config: Any) -> dict[str, Any]:
+    return _said_qwen2_moe(config) | {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "full_attention_interval": config.layer_types.index("full_attention") + 1,
+    }
+
+
 def _said_width(config: Any) -> dict[str, Any]:
     return {"expert_feed_forward_length": config.moe_intermediate_size}
 
@@ -214,6 +281,11 @@ SAID: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek_v2": _said_latent,
     "deepseek_v3": _said_v3,
     "glm4_moe": _said_glm,
+    "glm4_moe_lite": lambda config: _said_v3(config) | {"leading_dense_block_count": config.mlp_layer_types.index("sparse")},
+    "qwen3_next": _said_delta,
+    "qwen3_5_moe_text": lambda config: (
+        _said_delta(config) | {"rope.dimension_sections": [*config.rope_parameters["mrope_section"], 0]}
+    ),
     "ernie4_5_moe": lambda config: {
         "interleave_moe_layer_step": config.moe_layer_interval,
         "leading_dense_block_count": config.moe_layer_start_index,

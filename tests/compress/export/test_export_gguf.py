@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from conftest import save_reference
 from family_matrix import own_logits
 from gguf_for_tests import write_gguf
-from gguf_models_for_tests import ARCHITECTURES, gguf_metadata, gguf_tensors
+from gguf_models_for_tests import ARCHITECTURES, DELTA_SIZES, gguf_metadata, gguf_tensors
 from safetensors.torch import load_file, save_file
 
 import cli
@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "olmoe": {"num_key_value_heads": 4},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    **DELTA_SIZES,
 }
 """Sizes that llama.cpp has, where those of the tiny models are others."""
 ALIGNED = {"hidden_size": 64, "intermediate_size": 64}

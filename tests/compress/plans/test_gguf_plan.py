@@ -12,7 +12,7 @@ import torch
 from conftest import save_reference
 from family_matrix import TOKENS, decoder_of, own_logits, worst
 from gguf_for_tests import write_gguf
-from gguf_models_for_tests import ARCHITECTURES, gguf_metadata, gguf_tensors
+from gguf_models_for_tests import ARCHITECTURES, DELTA_SIZES, gguf_metadata, gguf_tensors
 from torch import Tensor
 
 from compress.plans.apply import planned_decoder
@@ -30,6 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "olmoe": {"num_key_value_heads": 4},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    **DELTA_SIZES,
 }
 ALIGNED = {"hidden_size": 64, "intermediate_size": 128}
 KEPT = (0, 2, 3, 5)
@@ -79,7 +80,7 @@ def all_or_fast(families: Sequence[str], fast: Sequence[str]) -> list[Any]:
 MIXTURES = [family for family in ARCHITECTURES if family not in ("llama", "granite", "ernie4_5", "qwen2", "qwen3")]
 
 
-@pytest.mark.parametrize("family", all_or_fast(MIXTURES, ["gpt_oss"]))
+@pytest.mark.parametrize("family", all_or_fast(MIXTURES, ["gpt_oss", "qwen3_next"]))
 def test_results_of_every_family_compute_what_the_plan_says(family: str, tmp_path: Path) -> None:
     source = make(tmp_path, family)
     count = max(source.config.experts_per_layer)
