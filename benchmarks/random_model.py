@@ -16,7 +16,7 @@ import torch
 
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.families.resolve import decoder_config
-from engine.families.tensor_shapes import expected_tensors
+from engine.families.tensor_shapes import expected_tensors, names_on_disk
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 
@@ -58,7 +58,9 @@ def write_random_weights(directory: Path, config: dict[str, Any], *, alike: bool
     """
     directory.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
-    shapes = expected_tensors(decoder_config(config))
+    own = decoder_config(config)
+    on_disk = names_on_disk(own)
+    shapes = {on_disk.get(name, name): size for name, size in expected_tensors(own).items()}
     made = {size: random_tensor(size, generator) for size in set(shapes.values())} if alike else {}
 
     def tensor(name: str) -> torch.Tensor:

@@ -47,6 +47,7 @@ from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.layer_sizes import LayerSize, sizes_of
 from engine.transformers_models.stored_experts import expert_places
 
 
@@ -279,16 +280,13 @@ def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None
     budget = options.budget
     if budget is None:
         return
-    if budget.granularity == "both" or budget.include or METHODS[options.method].needs_decoder:
-        granularity = METHODS[options.method].granularity
-        asked = next(
-            (each for each in (f"--include {kind}" for kind in budget.include)),
-            "--granularity both" if budget.granularity == "both" else options.method,
-        )
-        fitting = [name for name in methods_of("prune") if _runs_anywhere(name, granularity)]
+    if METHODS[options.method].needs_states:
+        checkpoint.check_states()
+    if budget.granularity == "both" or budget.include:
+        asked = f"--include {budget.include[0]}" if budget.include else "--granularity both"
         raise OptionError(
             f"{asked} needs our own decoder, and transformers runs a model of the family {checkpoint.model_type}; give "
-            f"--granularity {granularity} --method {' or '.join(fitting)}"
+            "--granularity unit"
         )
     if merges:
         if groups_of(checkpoint.config):
@@ -297,35 +295,28 @@ def _check_adapted(options: PruneOptions, checkpoint: AdaptedCheckpoint) -> None
                 "keeps as many of each group; give `compress prune --merge cka --uniform`"
             )
         return
-    if budget.scope == "uniform":
-        return
-    if budget.granularity != "expert":
-        raise OptionError(
-            f"a model of the family {checkpoint.model_type} has one width of experts in config.json, the same for every "
-            "layer; add --uniform"
-        )
-    checkpoint.check_counts(_ragged_counts(checkpoint.config))
+    if budget.scope != "uniform" and budget.granularity == "expert":
+        checkpoint.check_sizes(_ragged_sizes(checkpoint))
 
 
-def _ragged_counts(config: DecoderConfig) -> dict[int, int]:
-    """Return numbers of experts by layer of which the first is the smallest that the family's router works with."""
-    first, *_ = counts = dict(config.experts_by_layer)
-    return counts | {first: min(counts[first], config.architecture.least_experts)}
-
-
-def _runs_anywhere(name: str, granularity: str) -> bool:
-    """Return whether a method scores experts, or their hidden units, of models that transformers runs."""
-    return not METHODS[name].needs_decoder and METHODS[name].granularity == granularity
+def _ragged_sizes(checkpoint: AdaptedCheckpoint) -> dict[int, LayerSize]:
+    """Return the sizes of the layers, of which the first has as few experts as the family's router works with."""
+    first, *_ = sizes = sizes_of(checkpoint.found)
+    least = min(sizes[first].count, checkpoint.config.architecture.least_experts)
+    return sizes | {first: replace(sizes[first], count=least)}
 
 
 def _narrowest_plan(budget: Budget, config: DecoderConfig) -> Plan:
     """Return the plan that keeps one multiple of hidden units of every FFN, the first ones, or as many as a uniform result
-    keeps of the routed experts.
+    keeps of the routed experts. Where the experts of a layer need one width, only those of the first layer are narrowed.
     """
     assert budget.unit_multiple is not None and budget.sparsity is not None
     widths, least = config.ffn_widths(), budget.unit_multiple
     kept = uniform_width(budget.sparsity, least, widths) if budget.scope == "uniform" else least
     every = {layer: [range(min(kept, *own))] * len(own) for layer, own in config.ffn_widths(budget.include).items()}
+    if config.architecture.even_widths and budget.scope != "uniform":
+        first, *_ = every
+        every = {layer: every[layer] if layer == first else [*map(range, own)] for layer, own in widths.items()}
     return units_plan(every, widths, config.common_widths)
 
 

@@ -16,9 +16,9 @@ from engine.checkpoint.hub import describe, is_hub_id, lacks_weights, outline
 from engine.checkpoint.kinds import is_classifier, is_encoder_decoder, is_exported, is_exported_encoder_decoder
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.skip_table_file import has_skip_tables
-from engine.errors import CheckpointError, CompressError, UnsupportedError
+from engine.errors import CheckpointError, CompressError
 from engine.families.config import DecoderConfig
-from engine.families.resolve import is_left_to_transformers
+from engine.families.resolve import runs_through_transformers
 from engine.files.json_file import load_json
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -44,11 +44,18 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         return _exported_encoder_decoder(directory, checksums)
     if is_encoder_decoder(directory):
         return _encoder_decoder(directory, checksums, provenance, progress)
-    if directory.is_dir() and is_left_to_transformers(load_json(directory / "config.json", "model config")):
-        raise UnsupportedError(f"{directory}: transformers runs this model, and inspect describes those of our own decoder")
-    checkpoint = Checkpoint(directory)
+    checkpoint = _opened(directory)
     checkpoint.check_finite(lambda names: progress(names, "reading weights"))
     return _decoder(checkpoint) | {"checksums_compared": checksums}
+
+
+def _opened(directory: Path, header_only: frozenset[str] = frozenset()) -> Checkpoint:
+    """Return a decoder's checkpoint; transformers builds those of families that it runs."""
+    if directory.is_dir() and runs_through_transformers(load_json(directory / "config.json", "model config")):
+        from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint  # here: it imports torch
+
+        return AdaptedCheckpoint(directory, header_only)
+    return Checkpoint(directory, header_only)
 
 
 def _is_decoder(model: str) -> bool:
@@ -64,7 +71,7 @@ def _outlined(model: str) -> dict[str, Any]:
     """Describe a decoder on the hub, fetching only the headers of its weights."""
     with outline(model) as (directory, shards):
         try:
-            return _decoder(Checkpoint(directory, shards)) | {"weights_read": False}
+            return _decoder(_opened(directory, shards)) | {"weights_read": False}
         except CompressError as error:
             raise type(error)(str(error).replace(str(directory), model)) from error
 
@@ -89,7 +96,7 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
         "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
         "gguf_types": None if checkpoint.gguf is None else checkpoint.gguf.block_types,
         "prediction_layers_not_read": checkpoint.prediction_layers,
-        "parts_not_read": [part.strip(".") for part in checkpoint.wrapper.others] if checkpoint.wrapper else [],
+        "parts_not_read": checkpoint.parts_not_read,
         "skip_tables": skips,
         "valid": True,
         "weights_read": True,

@@ -8,7 +8,8 @@ install. The mixture is of the Mixtral family, so that transformers, vLLM and ll
 
 - `split`, as LLaMA-MoE (Zhu et al. 2024, §3.1): the hidden units of each network are divided among experts of equal size, so
   that units which are active for the same tokens stay together. A router is fitted by least squares to what each expert
-  contributes. All experts together are the dense network; with k of N the rest of the network is missing at first.
+  contributes. All experts together are the dense network; with k of N the rest of the network is missing at first. The down
+  projections are then refitted layer by layer, so that the chosen experts make up for the rest as well as they can.
 - `copies`, upcycling (Komatsuzaki et al. 2023, §2.1): every expert is the whole network, and the router is random. The
   mixture computes what the dense model computes, until training makes the experts different.
 
@@ -30,11 +31,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from calibrate.text import token_batches
+from compress.methods.least_squares import NormalEquations
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer, load_transformers_tokenizer
-from engine.decoder.experts import Expert
-from engine.decoder.model import Decoder
+from engine.decoder.attention import Positions
+from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.model import Decoder, embedded
+from engine.decoder.routing import Selection
 from engine.errors import OptionError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, GATE, PROJECTIONS, UP
@@ -43,6 +47,7 @@ from engine.families.tensor_names import dense_tensor, expert_tensor, router_ten
 from engine.families.tensor_shapes import expected_tensors
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
+from engine.passes.streaming import layer_positions
 
 ACTIVE_SHARE = 0.1
 """Share of a network's units that count as active for a token: those that contribute most."""
@@ -175,6 +180,61 @@ def routers(
     return made
 
 
+def weighted_units(block: MoeBlock, x_TD: Tensor, selection: Selection) -> Tensor:
+    """Return the hidden units of all experts, multiplied by the weights of their experts, [T, F]; 0 where not chosen."""
+    weights_TN = torch.zeros(len(x_TD), len(block.experts)).scatter_(1, selection.experts, selection.weights)
+    units = [expert.units(x_TD) * weights_TN[:, n : n + 1] for n, expert in enumerate(block.experts)]  # type: ignore[operator]
+    return torch.cat(units, dim=1)
+
+
+@torch.no_grad()
+def refit(dense: Decoder, mixture: Decoder, text_SL: Tensor, positions: Positions) -> Iterator[tuple[int, list[Tensor]]]:
+    """Change the down projections of a mixture in place; yield those of each layer.
+
+    With a_t the weighted units of all experts and r_t what the mixture's hidden state lacks after the layer, on its own
+    hidden states,
+
+        ΔD = argmin Σ_t ‖r_t − ΔD·a_t‖² + ρ·mean(diag Σ a·aᵀ)·‖ΔD‖²
+
+    is added to the experts' projections, side by side. Later layers see the states of the refitted ones.
+    """
+    full_SLD, own_SLD = (embedded(model.config, text_SL, model.embedding_VD) for model in (dense, mixture))
+    pairs = list(zip(dense.layers, mixture.layers, strict=True))
+    for number, (whole, layer) in enumerate(tqdm(pairs, "refitting (layers)", delay=2, leave=False, disable=None)):
+        block = layer.feed_forward
+        assert isinstance(block, MoeBlock)
+        sums: list[Tensor] = []
+
+        def add(x_TD: Tensor, _: Tensor, selection: Selection, block: MoeBlock = block, sums: list[Tensor] = sums) -> None:
+            sums[:] = [weighted_units(block, x_TD, selection)]
+
+        width, hidden = sum(expert.width for expert in block.experts), own_SLD.shape[-1]  # type: ignore[misc]
+        gram_FF, right_FD = torch.zeros(width, width).double(), torch.zeros(width, hidden).double()
+        block.observer = add
+        for row in range(len(text_SL)):
+            full_SLD[row] = whole(full_SLD[row : row + 1], positions)[0]
+            lacks_TD = full_SLD[row] - layer(own_SLD[row : row + 1], positions)[0]
+            gram_FF += sums[0].T @ sums[0]
+            right_FD += sums[0].T @ lacks_TD
+        block.observer = None
+        delta_DF = NormalEquations.of(gram_FF, right_FD).solved(RIDGE).float()
+        for expert, own_DF in zip(block.experts, delta_DF.chunk(len(block.experts), dim=1), strict=True):
+            expert.down_DF.data += own_DF  # type: ignore[operator,union-attr]
+        for row in range(len(text_SL)):
+            own_SLD[row] = layer(own_SLD[row : row + 1], positions)[0]
+        yield number, [expert.down_DF.data for expert in block.experts]  # type: ignore[misc]
+
+
+def refitted(
+    dense: Checkpoint, decoder: Decoder, mixture: Decoder, text_SL: Tensor, made: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the blocks by name, with the refitted down projections."""
+    row, positions = mixture.config.architecture, layer_positions(dense, text_SL, torch.float32, "cpu")
+    for layer, downs in refit(decoder, mixture, text_SL, positions):
+        made |= {expert_tensor(row, layer, expert, DOWN): down_DF for expert, down_DF in enumerate(downs)}
+    yield from made.items()
+
+
 def mixture_config(dense: Checkpoint, experts: int, top_k: int, width: int) -> dict[str, Any]:
     """Return the config.json of the mixture. Raises UnsupportedError for a dense model of another family than Llama."""
     raw = dict(dense.raw_config)
@@ -268,7 +328,9 @@ def make(arguments: argparse.Namespace) -> None:
                 layer: balanced_clusters(own.together_FF, arguments.experts)
                 for layer, own in tqdm(found.items(), desc="dividing networks (layers)", delay=2, leave=False, disable=None)
             }
-            blocks = split_tensors(dense, config, clusters, routers(decoder, text_SL, found, clusters))
+            made = dict(split_tensors(dense, config, clusters, routers(decoder, text_SL, found, clusters)))
+            mixture = Decoder(config, lambda name: made[name] if name in made else dense.tensor(name, torch.float32))
+            blocks = refitted(dense, decoder, mixture, text_SL, made)
         write(dense, raw, blocks, arguments.output)
     except BaseException:
         shutil.rmtree(arguments.output)

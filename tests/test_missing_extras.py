@@ -29,6 +29,7 @@ EXTRAS = {
     "onnx": "onnx onnxscript onnxruntime onnxruntime_genai",
     "gguf": "gguf",
     "classifiers": "PIL sklearn",
+    "images": "PIL",
 }
 """The modules of each extra of pyproject.toml."""
 MODULES = {"pillow": "PIL", "scikit-learn": "sklearn"}
@@ -48,6 +49,7 @@ CALLS = {
     "hub-data": ["evaluate", "demo", "--data", "owner/name"],
     "digits": "calibrate.labelled:labelled('digits')",
     "images": "calibrate.labelled:labelled('{place}/images').read([0])",
+    "an image": ["generate", "demo", "--prompt", "x", "--image", "{place}/images/a/1.png"],
 }
 """Commands, and calls of functions of a module."""
 PROGRAM = """
@@ -121,6 +123,7 @@ def test_every_extra_is_hidden() -> None:
         ("hub-data", "hub-data"),
         ("digits", "classifiers"),
         ("images", "classifiers"),
+        ("an image", "images"),
     ],
 )
 def test_one_line_names_the_extra(call: str, extra: str, ended: dict[str, tuple[int | str, str, str]]) -> None:

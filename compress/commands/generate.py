@@ -9,20 +9,23 @@ from engine.generation.options import GENERATE, GenerateOptions, OpenOptions
 
 
 def generate(given: Given) -> Figures:
-    """Continue a text with MODEL, then report what it cost.
+    """Continue a text with MODEL, also about images, then report what it cost.
 
     MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default).
     """
+    from engine.files.image_file import pictures_of
     from engine.generation.generate import Engine
 
     options = given.make(GenerateOptions)
-    engine = Engine.open(**{each.name: getattr(options, each.name) for each in fields(OpenOptions)}, progress=progress_bar)
+    images = pictures_of(options.images)
+    opened = {each.name: getattr(options, each.name) for each in fields(OpenOptions)}
+    engine = Engine.open(**opened, images=bool(images), progress=progress_bar)
     generations = engine.generate(
-        options.prompts, max_new_tokens=options.tokens, sampling=options.sampling, stop=options.stop
+        options.prompts, max_new_tokens=options.tokens, sampling=options.sampling, stop=options.stop, images=images
     )
     texts = [generation.text for generation in generations]
     for prompt, text in zip(options.prompts, texts, strict=True):
-        given.say(f"{prompt}{text}\n")
+        given.say(f"{prompt}\n{text}\n" if images else f"{prompt}{text}\n")
     figures = {"text": texts[0] if len(texts) == 1 else texts, **_figures(engine.report())}
     _show(given, figures)
     return figures

@@ -24,9 +24,9 @@ class Method:
     """Whether the method needs the whole model in memory. Other methods read it layer by layer and gain nothing from
     sharding.
     """
-    needs_decoder: bool = False
-    """Whether the method weighs experts by other functions than the router's, which only our own decoder does. Other methods
-    also score models that transformers runs.
+    needs_states: bool = False
+    """Whether the method compares the hidden states before the output head, which some models that transformers runs do not
+    show.
     """
     granularity: str = "expert"
     """The method scores whole experts, or each hidden "unit" of an expert."""
@@ -35,7 +35,7 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "diep": Method("prune", "compress.methods.diep:DIEP", needs_gradients=True, needs_decoder=True),
+    "diep": Method("prune", "compress.methods.diep:DIEP", needs_gradients=True, needs_states=True),
     "naee": Method("prune", "compress.methods.naee:NAEE", scopes=("layer", "uniform"), keeps_groups=False),
     "frequency": Method("prune", "compress.methods.saliency:FREQUENCY"),
     "probability": Method("prune", "compress.methods.saliency:PROBABILITY"),

@@ -282,7 +282,8 @@ def gradients(
     def loss(hidden_BLD: Tensor, model: Head, part: slice) -> Tensor:
         tokens, target = own_BL[part].to(decoder.device), inputs.full.select(own_rows[part]).to(decoder.device)
         entropy = next_token_loss(hidden_BLD, model.head_VD, tokens, model.head_bias_V, model.logit_cap) / predictions
-        return entropy + options.reconstruction_weight * reconstruction_loss(hidden_BLD, target) / len(rows)
+        states_BLD = hidden_BLD if model.states_BLD is None else model.states_BLD
+        return entropy + options.reconstruction_weight * reconstruction_loss(states_BLD, target) / len(rows)
 
     route, named = relaxed(state, options), _named("alpha" if is_alpha else "beta", trained)
     kept = directory and processes.own_directory(directory, own)

@@ -50,7 +50,7 @@ def unit_criterion(scores: Callable[[MethodRun], UnitScores], *, gradients: bool
         if run.options.shard:
             gc.collect()  # the modules of a sharded model hold reference cycles
         rule = budget.sparsity, budget.scope, budget.unit_multiple, budget.least_experts
-        kept = select_units(scored, *rule, config.experts_by_layer)
+        kept = select_units(scored, *rule, config.experts_by_layer, even=config.architecture.even_widths)
         return units_plan(kept, config.ffn_widths(), config.common_widths)
 
     def memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:

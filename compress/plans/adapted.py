@@ -1,8 +1,8 @@
 """Execute a Plan on a checkpoint that transformers runs: experts change in the files, and nothing else does.
 
 The result is a plain checkpoint of its family, under the source's own names, or one with a modeling file where layers keep
-different numbers of experts. Every tensor is a copy of stored bytes, but for those of experts that lose hidden units or are
-merged.
+different numbers of experts or of their hidden units. Every tensor is a copy of stored bytes, but for those of experts that
+lose hidden units or are merged.
 """
 
 from __future__ import annotations
@@ -26,36 +26,31 @@ from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.expert_layers import projection_names
+from engine.transformers_models.layer_sizes import BLOCKS_KEY, LayerSize
 from engine.transformers_models.stored_experts import ResultLayer, StoredResult, expert_places
 
 
 def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
     """Raise PlanError unless the plan fits, UnsupportedError unless a checkpoint of the family can hold its result.
 
-    Experts of such a result are of one width, and each has the router row of one source expert.
+    Experts of a layer of such a result are of one width, and each has the router row of one source expert.
     """
     check_plan(plan, moe_configs(checkpoint.config), checkpoint.config.common_widths)
     rows = _rows(plan)
     is_repeated = any(None in own or len(set(own)) < len(own) for own in rows.values())
     if plan.kind != "moe" or plan.common or is_repeated:
         raise checkpoint.refusal()
-    model_type = checkpoint.model_type
-    widths = _widths(plan, checkpoint)
-    if len(widths) > 1:
-        raise UnsupportedError(
-            f"{checkpoint.directory}: a model of the family {model_type} has one width of experts in config.json, and this "
-            f"plan keeps {min(widths)} to {max(widths)} hidden units; add --uniform"
-        )
+    sizes = _sizes(plan, checkpoint)
     least = checkpoint.config.architecture.least_experts
     for layer, own in plan.layers.items():
         if len(own) < least:
             raise PlanError(
                 f"plan, layer {layer}: keeps {len(own)} experts, and the router of a model of the "
-                f"family {model_type} needs {least}"
+                f"family {checkpoint.model_type} needs {least}"
             )
         _check_groups(rows[layer], checkpoint, layer)
     expert_places(checkpoint)
-    checkpoint.check_counts(_counts(plan))
+    checkpoint.check_sizes(sizes)
     if any(not expert.is_copy for own in plan.layers.values() for expert in own):
         _check_not_low_bit(checkpoint)
         checkpoint.stored_experts  # noqa: B018  raises UnsupportedError where projections are not found
@@ -77,21 +72,28 @@ def _rows(plan: Plan) -> dict[int, list[Any]]:
     return {layer: [expert.copied_row for expert in own] for layer, own in plan.layers.items()}
 
 
-def _counts(plan: Plan) -> dict[int, int]:
-    """Return the number of experts of each layer of the result."""
-    return {layer: len(own) for layer, own in plan.layers.items()}
-
-
-def _widths(plan: Plan, checkpoint: AdaptedCheckpoint) -> set[int]:
-    """Return the widths of the experts of the result."""
-    moes = moe_configs(checkpoint.config)
-    return {expert_width(expert, moes[layer]) for layer, own in plan.layers.items() for expert in own}
+def _sizes(plan: Plan, checkpoint: AdaptedCheckpoint) -> dict[int, LayerSize]:
+    """Return the sizes of the layers of the result. Raises UnsupportedError where experts of one layer differ in width."""
+    moes, found = moe_configs(checkpoint.config), dict[int, LayerSize]()
+    for layer, own in plan.layers.items():
+        width, *others = sorted({expert_width(expert, moes[layer]) for expert in own})
+        if others:
+            raise UnsupportedError(
+                f"{checkpoint.directory}: experts of one layer of a model of the family {checkpoint.model_type} have one "
+                f"width, and the plan keeps {width} to {others[-1]} hidden units in layer {layer}; keep as many of each, as "
+                "`compress prune --granularity unit` does"
+            )
+        found[layer] = LayerSize(len(own), width)
+    return found
 
 
 def _check_result(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
-    """Raise UnsupportedError unless transformers builds the tensors that the result has."""
-    (width,) = _widths(plan, checkpoint)
-    result = checkpoint.build(adapted_planned_config(plan, checkpoint)).state_dict()
+    """Raise UnsupportedError unless transformers builds the tensors that a plain result has."""
+    raw = adapted_planned_config(plan, checkpoint)
+    if BLOCKS_KEY in raw:  # `check_sizes` has built it
+        return
+    (width,) = {size.width for size in _sizes(plan, checkpoint).values()}
+    result = checkpoint.build(raw).state_dict()
     depends = checkpoint.count_key.axes.keys() | set(projection_names(checkpoint.found))
     for name, tensor in checkpoint.model.state_dict().items():
         is_same = name in result and result[name].shape == tensor.shape
@@ -116,9 +118,7 @@ def _check_groups(kept: list[Any], checkpoint: AdaptedCheckpoint, layer: int) ->
 
 def adapted_planned_config(plan: Plan, checkpoint: AdaptedCheckpoint) -> dict[str, Any]:
     """Return config.json of the result. Raises UnsupportedError for a width of experts that it cannot have."""
-    (width,) = _widths(plan, checkpoint)
-    raw = checkpoint.with_counts(_counts(plan))
-    return raw if width == checkpoint.found.experts[0].width else checkpoint.width_key.changed(raw, width)
+    return checkpoint.with_sizes(_sizes(plan, checkpoint))
 
 
 def apply_adapted(
@@ -138,11 +138,11 @@ def apply_adapted(
     `quantiser`: rounds matrices as they are written.
     """
     check_fits_adapted(plan, checkpoint)
-    (width,), row = _widths(plan, checkpoint), checkpoint.config.architecture
+    sizes, row = _sizes(plan, checkpoint), checkpoint.config.architecture
     layers = {
         layer: ResultLayer(
             tuple(_rows(plan)[layer]),
-            width,
+            sizes[layer].width,
             frozenset(
                 number
                 for number, expert in enumerate(own)
@@ -165,5 +165,5 @@ def apply_adapted(
                 writer.add_rows(part, releasing.after(pieces))
         checkpoint.release()
     write_json(directory / "config.json", raw)
-    if (base := family_code.base_of(raw)) is not None:
-        (directory / family_code.FILE_NAME).write_text(family_code.render(base), encoding="utf-8")
+    if (source := family_code.source_of(raw)) is not None:
+        (directory / family_code.FILE_NAME).write_text(source, encoding="utf-8")

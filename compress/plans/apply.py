@@ -530,7 +530,8 @@ def carried_files(source: Path) -> Iterator[Path]:
     """Yield the tokenizer, preprocessing and generation files of the source, which the result copies unchanged."""
     names = (
         "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model spiece.model special_tokens_map.json "
-        "added_tokens.json vocab.json vocab.txt merges.txt chat_template.jinja preprocessor_config.json"
+        "added_tokens.json vocab.json vocab.txt merges.txt chat_template.jinja chat_template.json preprocessor_config.json "
+        "processor_config.json"
     )
     for name in names.split():
         path = source / name

@@ -4,7 +4,8 @@ it is included, the FFN that every token uses (DecoderConfig.ffn_widths).
 All units of one width cost the same bytes, so the budget is a share of units. Units leave in blocks of `multiple`, the
 cheapest of an FFN first, so that every width that stays is a multiple. Scope "global" ranks the blocks of all layers
 together by their mean score, "layer" those of each layer, and "uniform" keeps the same number of units in every expert, in
-every shared expert and in every dense FFN: a plain checkpoint.
+every shared expert and in every dense FFN: a plain checkpoint. Where the experts of a layer must have one width (`even`), a
+block of each leaves together with those of the same rank in the layer's other experts.
 
 Shape suffixes: F expert width.
 """
@@ -131,28 +132,36 @@ def select_units(
     multiple: int,
     min_experts: int | None = None,
     routed: Routed | None = None,
+    *,
+    even: bool = False,
 ) -> dict[int, list[list[int]]]:
     """Return the units of each FFN that stay, ascending, by decoder layer index; an expert that leaves has none.
 
     scores: [F] for each FFN of a layer; units with higher scores are kept. sparsity: share of all units to remove. It is
     reached to within one block. scope: "global", "layer" or "uniform". min_experts: fewest experts that a layer keeps where
     whole experts may leave; None where every expert keeps one block at least. routed: None where all FFNs are routed
-    experts.
+    experts. even: whether the FFNs of a layer, which have one width, keep one width.
 
     Raises OptionError where the budget does not fit.
     """
     widths = {layer: [len(own) for own in experts] for layer, experts in scores.items()}
     check_units(sparsity, scope, multiple, widths, min_experts, routed)
     kept: dict[int, list[int]] = {layer: [] for layer in widths}
+
+    def ranked(part: Mapping[int, Sequence[Tensor]]) -> dict[int, list[int]]:
+        return (
+            _even_widths(part, sparsity, multiple) if even else _kept_widths(part, sparsity, multiple, min_experts, routed)
+        )
+
     if scope == "uniform":
         for part in _kinds(widths, routed):  # the FFN that every token uses follows the experts, as in `scores`
             for layer, own in part.items():
                 kept[layer] += [uniform_width(sparsity, multiple, part)] * len(own)
     elif scope == "layer":
         for layer, own_scores in scores.items():
-            kept |= _kept_widths({layer: own_scores}, sparsity, multiple, min_experts, routed)
+            kept |= ranked({layer: own_scores})
     else:
-        kept = _kept_widths(scores, sparsity, multiple, min_experts, routed)
+        kept = ranked(scores)
     return {
         layer: [_best(own, width) for own, width in zip(own_scores, kept[layer], strict=True)]
         for layer, own_scores in scores.items()
@@ -163,27 +172,45 @@ def _best(scores_F: Tensor, width: int) -> list[int]:
     return sorted(scores_F.argsort(descending=True, stable=True)[:width].tolist())
 
 
+def _even_widths(scores: Mapping[int, Sequence[Tensor]], sparsity: float, multiple: int) -> dict[int, list[int]]:
+    """Return the width of each FFN, where those of a layer keep one width.
+
+    A layer counts as one FFN, whose worst unit has the mean score of the worst units of all of them, and so on.
+    """
+    counts = {layer: len(networks) for layer, networks in scores.items()}
+    means = {layer: [sum(own.double().sort().values for own in each) / len(each)] for layer, each in scores.items()}
+    kept = _kept_widths(means, sparsity, multiple, None, None, counts)  # type: ignore[arg-type]
+    return {layer: own * counts[layer] for layer, own in kept.items()}
+
+
 def _kept_widths(
-    scores: Mapping[int, Sequence[Tensor]], sparsity: float, multiple: int, min_experts: int | None, routed: Routed | None
+    scores: Mapping[int, Sequence[Tensor]],
+    sparsity: float,
+    multiple: int,
+    min_experts: int | None,
+    routed: Routed | None,
+    alike: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
     """Return the width of each FFN, after the blocks with the lowest mean scores have left.
 
-    Where scores are equal, blocks of earlier layers and of FFNs with lower numbers stay.
+    Where scores are equal, blocks of earlier layers and of FFNs with lower numbers stay. alike: the number of FFNs that one
+    of a layer stands for, if it is not one.
     """
     kept = {layer: [len(own) for own in networks] for layer, networks in scores.items()}
-    left = round(sparsity * sum(map(sum, kept.values())))
+    each = dict.fromkeys(kept, 1) if alike is None else alike
+    left = round(sparsity * sum(each[layer] * sum(own) for layer, own in kept.items()))
     blocks = [block for layer, networks in scores.items() for block in _blocks(layer, networks, multiple)]
     remaining = {layer: len(own) if routed is None else routed.get(layer, 0) for layer, own in kept.items()}
     routed = dict(remaining)
     for block in sorted(blocks, key=lambda block: (block.score, -block.layer, -block.number)):
-        if block.size > left:
+        if block.size * each[block.layer] > left:
             break
         is_last, stays = kept[block.layer][block.number] == block.size, block.number >= routed[block.layer]
         if is_last and (stays or min_experts is None or remaining[block.layer] <= min_experts):
             continue
         remaining[block.layer] -= is_last
         kept[block.layer][block.number] -= block.size
-        left -= block.size
+        left -= block.size * each[block.layer]
     return kept
 
 

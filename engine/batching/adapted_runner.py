@@ -34,6 +34,8 @@ class AdaptedRunner(SequenceRunner[AdaptedCache]):
 
     def _logits(self, state: RequestState, tokens_1L: Tensor, cache: AdaptedCache, every: bool) -> Tensor:
         threshold, decoder = state.request.skip_threshold, self._decoder
+        if not cache.length and state.request.images:
+            cache.images = [state.request.images]
         thresholds = [self._skipping.own_threshold if threshold is None else threshold] * tokens_1L.shape[1]
         with self._skipping.applied(thresholds), torch_products(tokens_1L.shape[1], decoder.dtype, decoder.device):
             return decoder(tokens_1L, None, cache)[0] if every else decoder.last_logits(tokens_1L, None, cache)

@@ -20,6 +20,8 @@ from engine.passes.memory_budget import resident_memory_bytes
 
 PREFILL_CHUNK = 256
 """Number of prompt tokens read in one step."""
+MOST_IMAGE_BYTES = 2 << 30
+"""Limit on the inputs of images that all requests together hold."""
 RATE_SECONDS = 5
 """Window in seconds for the rate of tokens per second."""
 
@@ -82,6 +84,7 @@ class EngineLoop:
                 raise BusyError("the engine is shutting down and accepts no more requests; try another one")
             if len(self._arrived) + len(self._scheduler.waiting) >= self._max_queue:
                 raise BusyError(f"{self._max_queue} requests are waiting, which is the maximum; try again later")
+            self._check_images(request)
             number = self._next_number
             self._next_number += 1
             state = RequestState(number, request, listener, self._surroundings)
@@ -89,6 +92,14 @@ class EngineLoop:
             self._arrived.append(state)
             self._changed.notify_all()
         return number
+
+    def _check_images(self, request: Request) -> None:
+        """Raise BusyError if the inputs of images of all requests would be too large. Choices of one answer share theirs."""
+        if not request.images:
+            return
+        held = {id(each.images): each.image_bytes for each in (request, *(state.request for state in self._states.values()))}
+        if len(held) > 1 and sum(held.values()) > MOST_IMAGE_BYTES:
+            raise BusyError("too many images are waiting for their answers; try again later")
 
     def cancel(self, number: int) -> None:
         """End a request soon; ignored if it has ended already."""

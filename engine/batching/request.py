@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.generation.options import SamplingOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GREEDY = SamplingOptions()
 
@@ -30,6 +34,13 @@ class Request:
     ignore_end_tokens: bool = False
     namespace: str = ""
     """Namespace of the prefix cache: requests share cached prompts only within their namespace."""
+    images: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    """Inputs of the model for the images of the prompt; empty without images."""
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the inputs of images."""
+        return sum(tensor.nbytes for tensor in self.images.values())
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Scheduler:
         for name, value in (("the batch", max_batch_size), ("the chunk of a prompt", prefill_chunk)):
             if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
-        self._vocabulary = engine.checkpoint.config.vocabulary_size
+        self._engine, self._vocabulary = engine, engine.checkpoint.config.vocabulary_size
         self._max_batch_size, self._prefill_chunk = max_batch_size, prefill_chunk
         states = max_batch_size * engine.cache_sizes[1]
         self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, states, block_size)
@@ -124,6 +124,8 @@ class Scheduler:
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= vocabulary:
             raise OptionError(f"{request.top_logprobs} most probable tokens were asked for; ask for 0 to {vocabulary}")
+        if request.images and self._engine.image_reader is None:
+            raise OptionError("the prompt has images, and the engine was opened for text; leave them out")
         self.runner.check(request.skip_threshold)
 
     def add(self, state: RequestState) -> None:

@@ -253,6 +253,11 @@ class Checkpoint(ModelDirectory):
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
+    @property
+    def parts_not_read(self) -> list[str]:
+        """Names of the parts of a model around the language model."""
+        return [part.strip(".") for part in self.wrapper.others] if self.wrapper else []
+
     def piece_bytes(self, dtype: torch.dtype) -> int | None:
         """Return the bytes of weights that are resident together; None for weights that are read tensor by tensor."""
         return None

@@ -84,7 +84,10 @@ def fetch(model: str, layers: frozenset[int] | None = None) -> Path:
     with explained(model):
         directory = _snapshot(repository, revision, _SMALL)
         listed = _listed(repository, directory)
-        return _snapshot(repository, directory.name, map(glob.escape, _wanted(model, directory, listed, layers)))
+        wanted = _wanted(model, directory, listed, layers)
+        if not listed and all((directory / name).exists() for name in wanted if name not in _BESIDE_WEIGHTS):
+            return directory  # a cache that an older release of huggingface_hub filled, without a network
+        return _snapshot(repository, directory.name, map(glob.escape, wanted))
 
 
 @functools.cache

@@ -271,8 +271,8 @@ def source_of(config: Mapping[str, Any]) -> bytes | None:
     row = _row_of(config)
     if row is not None:
         return render(row).encode()
-    base = family_code.base_of(config)
-    return None if base is None else family_code.render(base).encode()
+    source = family_code.source_of(config)
+    return None if source is None else source.encode()
 
 
 def is_ours(directory: Path) -> bool:
@@ -351,4 +351,4 @@ def own_class(row: Architecture) -> Any:
 def class_of(config: Mapping[str, Any]) -> Any:
     """Return the class of the modeling file beside a config.json that `check_loadable` has accepted."""
     row = _row_of(config)
-    return family_code.own_class(str(family_code.base_of(config))) if row is None else own_class(row)
+    return family_code.own_class(str(family_code.base_of(config)), config) if row is None else own_class(row)

@@ -148,6 +148,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A complete language model."""
 
+    states_BLD: Tensor | None = None
+    """None: losses are given the hidden states themselves."""
+
     def __init__(
         self, config: DecoderConfig, tensor: TensorSource, made: Callable[[int, DecoderLayer], None] | None = None
     ) -> None:
@@ -320,6 +323,9 @@ def final_norm(
 
 class Outer:
     """The modules after the last layer, for code that runs layers one by one."""
+
+    states_BLD: Tensor | None = None
+    """None: losses are given the hidden states themselves."""
 
     def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
         self._config = config

@@ -365,7 +365,9 @@ class ShiftedLogits:
     beta: Tensor
 
     def __call__(self, logits_TN: Tensor) -> Selection:
-        experts_TS, weights_TS = self.base(logits_TN + self.alpha_N.to(logits_TN.dtype))
+        shift_N = self.alpha_N.to(logits_TN.dtype)
+        shifted = getattr(self.base, "shifted", None)  # a rule that makes its own logits
+        experts_TS, weights_TS = self.base(logits_TN + shift_N) if shifted is None else shifted(shift_N)
         return Selection(experts_TS, self.beta * weights_TS)
 
 

@@ -63,6 +63,11 @@ class Architecture:
         return (*self.attention.left_to_transformers, *self.layers.left_to_transformers)
 
     @property
+    def even_widths(self) -> bool:
+        """Whether all experts of a layer need one width."""
+        return self.experts.even_widths
+
+    @property
     def even_groups(self) -> bool:
         """Whether each layer of a smaller model needs as many experts of each group, in order."""
         return self.router.even_groups

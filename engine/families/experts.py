@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.layer_config import Activation, ClampedSwiglu, GatedGelu
@@ -100,6 +100,8 @@ class Experts:
     width: str = "intermediate_size"
     """Config key of an expert's number of hidden units."""
     names: ExpertNames = ExpertNames()
+    even_widths: ClassVar[bool] = False
+    """Whether all experts of a layer need one width."""
 
     @property
     def reads(self) -> tuple[str, ...]:

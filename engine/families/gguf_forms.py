@@ -1,4 +1,4 @@
-"""The changes that conversion to GGUF makes to a tensor: order of rows and columns, other tensors, other values.
+"""Changes that conversion to GGUF makes to the numbers of a tensor: order of rows and columns, other tensors, other values.
 
 The rules are those of llama.cpp (github.com/ggml-org/llama.cpp, conversion/qwen.py). A form is applied in both directions.
 What moves whole rows, or columns in whole blocks, is applied to blocks as they are stored.

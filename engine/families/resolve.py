@@ -39,6 +39,14 @@ def is_left_to_transformers(config: Mapping[str, Any]) -> bool:
     return row is not None and any(own.get(key) for key in row.left_to_transformers)
 
 
+def runs_through_transformers(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers runs a decoder of a raw config: its family has no row, or is left to transformers."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or classified(config) is not None:
+        return False
+    return model_type not in {*ARCHITECTURES, *WRAPPERS, *ENCODER_DECODERS} or is_left_to_transformers(config)
+
+
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """Return the row for a raw config.json. Raises UnsupportedError naming an unknown family."""
     model_type = config.get("model_type")

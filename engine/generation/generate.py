@@ -9,7 +9,7 @@ Shape suffixes: B batch, L new positions, P all positions so far, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,8 +28,9 @@ from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache, position_byt
 from engine.decoder.model import Decoder
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
-from engine.errors import OptionError
+from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.families.config import DecoderConfig
+from engine.files.image_file import pictures_of
 from engine.generation.options import GenerateOptions, OpenOptions, SamplingOptions
 from engine.generation.report import (
     ExportedSkipCounter,
@@ -54,9 +55,14 @@ from engine.kernels.kernel_choice import (
 )
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.transformers_models.adapted_checkpoint import (
+    AdaptedCheckpoint,
+    open_image_checkpoint,
+    open_mixture_checkpoint,
+)
 from engine.transformers_models.adapted_decoder import AdaptedCache, AdaptedDecoder
 from engine.transformers_models.adapted_pass import routings_of
+from engine.transformers_models.image_reader import ImagePrompt, ImageReader, check_vision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Cache = KeyValueCache | AdaptedCache
@@ -112,6 +118,8 @@ class Engine:
         """Kernels that compute the products of prompts and of decoding, on the threads that the model was opened with."""
         self.progress: Progress = no_progress
         """Shows the compilation of kernels, where there is any."""
+        self.image_reader: ImageReader | None = None
+        """The model's processor of images, once `open_images` was called."""
         self._last: _Batch | None = None
 
     @classmethod
@@ -130,6 +138,7 @@ class Engine:
         draft: str | Path | None = OpenOptions.draft,
         draft_tokens: int = OpenOptions.draft_tokens,
         kv_cache_dtype: str = OpenOptions.kv_cache_dtype,
+        images: bool = False,
         progress: Progress = no_progress,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are memory-mapped and not read, if device and dtype allow it.
@@ -139,14 +148,17 @@ class Engine:
         or "auto". `kv_cache_dtype`: dtype of the KV cache, "float16", "bfloat16" or "int8", or "auto" for the compute
         dtype; the compiled attention kernels support bfloat16 only. `checksums`: first compare every file with its
         recorded checksum. `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a
-        time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023). `progress`: shows the
-        compilation of kernels, where there is any.
+        time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023). `images`: prompts may
+        have images; transformers then runs the whole model, also one of a family that our own decoder runs. `progress`:
+        shows the compilation of kernels, where there is any.
         """
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
             raise OptionError(f"draft tokens are {draft_tokens}; they must be from 1 to {COMPILED_MAX_ROWS - 1}")
         set_threads(threads)
         directory = resolve(str(model))
+        if images and draft is not None:
+            raise OptionError("a draft reads no images; leave out the draft, or the images")
         if checksums:
             compare_checksums(directory)
         drafting = None if draft is None else resolve(str(draft))
@@ -157,11 +169,13 @@ class Engine:
                 raise OptionError("an exported model has a fixed skip threshold; give the skip threshold to the export")
             if kv_cache_dtype != "auto":
                 raise OptionError("an exported model has its own KV cache; leave the KV cache dtype at auto")
+            if images:
+                raise OptionError("an exported model reads text only; leave out the images, or take the checkpoint")
             exported = ModelDirectory(directory)
             engine = cls(exported, open_exported(exported, device, dtype))
             engine.load_seconds = time.perf_counter() - started
             return engine
-        checkpoint = open_mixture_checkpoint(directory)
+        checkpoint = open_image_checkpoint(directory) if images else open_mixture_checkpoint(directory)
         place = resolve_device(device) if not isinstance(checkpoint, AdaptedCheckpoint) else _cpu(checkpoint, device)
         config = checkpoint.config
         tables = load_skip_tables(checkpoint.directory, config) if skip_threshold > 0 else None
@@ -184,11 +198,42 @@ class Engine:
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
         engine.kv_cache_dtype, engine.progress, engine.skip_rule = kept, progress, skip_rule
         engine.prompt_kernels, engine.decoding_kernels = PROMPT.with_threads(threads), DECODING.with_threads(threads)
+        if images:
+            engine.open_images()
         engine.load_seconds = time.perf_counter() - started
         if drafting is not None:
             engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums, progress=progress)
             engine.draft_tokens = draft_tokens
         return engine
+
+    def open_images(self) -> None:
+        """Load the model's processor of images, and the parts of the model that read them.
+
+        Raises CheckpointError, UnsupportedError and OptionError for a model that reads no images here.
+        """
+        if not isinstance(self.decoder, AdaptedDecoder):
+            check_vision(self.checkpoint.directory)
+            raise UnsupportedError(
+                f"{self.checkpoint.directory}: our own decoder runs this model, and it reads text only; open it for images "
+                "(generate --image, serve --images, Engine.open(images=True)), so that transformers runs the whole model"
+            )
+        reader = ImageReader(self.checkpoint.directory, self.checkpoint.config.vocabulary_size)
+        self.decoder.load_images()
+        self.image_reader = reader
+
+    @cached_property
+    def images_refusal(self) -> str | None:
+        """Why prompts cannot have images, without the path of the model; None if they can.
+
+        Its first use loads what reads images, where transformers runs the model.
+        """
+        try:
+            if self.image_reader is None:
+                self.open_images()
+        except CompressError as error:
+            directory = str(self.checkpoint.directory)
+            return str(error).removeprefix(f"{directory}: ").replace(f"{directory}/", "")
+        return None
 
     def prepare(self) -> None:
         """Load the kernels that this model decodes with, so that the first token does not wait for them."""
@@ -270,12 +315,17 @@ class Engine:
         max_new_tokens: int = GenerateOptions.tokens,
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
+        images: Sequence[Any] = (),
     ) -> list[Generation]:
-        """Continue all prompts in one batch. Raises OptionError for prompts or limits that do not fit the model."""
+        """Continue all prompts in one batch. Raises OptionError for prompts or limits that do not fit the model.
+
+        images: image files, or images of Pillow, which each prompt is about. The prompt is then a user's message of the chat
+        template, and is answered; call this in the main thread.
+        """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not prompts:
             return []
-        batch = self._start(prompts, max_new_tokens, sampling, stop)
+        batch = self._start(prompts, max_new_tokens, sampling, stop, images)
         for _ in self._run(batch):
             pass
         return [_generation(sequence) for sequence in batch.sequences]
@@ -287,9 +337,10 @@ class Engine:
         max_new_tokens: int = GenerateOptions.tokens,
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
+        images: Sequence[Any] = (),
     ) -> Iterator[str]:
         """Yield the text of `generate` in pieces of whole characters as it is generated. Errors are raised immediately."""
-        batch = self._start([prompt], max_new_tokens, sampling, stop)
+        batch = self._start([prompt], max_new_tokens, sampling, stop, images)
         return (piece for _ in self._run(batch) if (piece := batch.sequences[0].take()))
 
     def report(self) -> Report:
@@ -340,7 +391,12 @@ class Engine:
             return self.decoder.step_logits(tokens_BL, _own(cache), self.decoding_kernels)
 
     def _start(
-        self, prompts: Sequence[str], max_new_tokens: int, sampling: SamplingOptions, stop: str | Sequence[str]
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        sampling: SamplingOptions,
+        stop: str | Sequence[str],
+        images: Sequence[Any],
     ) -> _Batch:
         _ = self.tokenizer, self.end_tokens  # loaded by the first run, and not counted in its time
         for engine in self._engines:
@@ -349,7 +405,8 @@ class Engine:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not text for text in stops):
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
-        ids = [self.encode(prompt) for prompt in prompts]
+        read = self._read(prompts, images)
+        ids = [prompt.token_ids for prompt in read]
         if self.draft is not None and len(ids) > 1:
             raise OptionError(
                 f"a draft model works on one prompt at a time, and {len(ids)} were given; give one, or no draft"
@@ -361,8 +418,19 @@ class Engine:
         sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, decode) for prompt in ids]
         if self.skip_counter is not None:
             self.skip_counter.reset()
-        self._last = _Batch(self, sequences, max_new_tokens, sampling, started)
+        inputs = [prompt.inputs for prompt in read if prompt.inputs]
+        self._last = _Batch(self, sequences, max_new_tokens, sampling, started, inputs)
         return self._last
+
+    def _read(self, prompts: Sequence[str], images: Sequence[Any]) -> list[ImagePrompt]:
+        """Return the token ids of prompts, with the inputs of the images where there are any."""
+        if not images:
+            return [ImagePrompt(self.encode(prompt), {}) for prompt in prompts]
+        pictures = pictures_of(images)
+        if self.image_reader is None:
+            self.open_images()
+        assert self.image_reader is not None
+        return [self.image_reader.prompt(prompt, pictures) for prompt in prompts]
 
     def _run(self, batch: _Batch) -> Iterator[None]:
         """Run the generation loop. Yields after each forward pass, with torch's global modes restored for the consumer."""
@@ -398,9 +466,10 @@ class _Batch:
         max_new_tokens: int,
         sampling: SamplingOptions,
         started: float,
+        images: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         self.sequences = sequences
-        self._sampling = sampling
+        self._sampling, self._images = sampling, images
         self._generator = sampling.generator(engine.device)
         self._counter = engine.skip_counter
         self._engine = engine
@@ -429,6 +498,8 @@ class _Batch:
     def new_cache(self, engine: Engine) -> Cache:
         """Return an empty cache that is large enough for the whole batch."""
         cache = engine.new_cache(*self._real_BP.shape)
+        if isinstance(cache, AdaptedCache):
+            cache.images = self._images
         self._kv_cache_bytes += cache.bytes
         return cache
 

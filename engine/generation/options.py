@@ -116,6 +116,14 @@ class GenerateOptions(OpenOptions):
             help="Text to continue; may be given several times.",
         )
     )
+    images: tuple[str, ...] = option(
+        (),
+        group=GENERATE,
+        flag="image",
+        several="repeated",
+        metavar="FILE",
+        help="Image (PNG, JPEG, WebP or GIF) that the prompt is a question about; may be given several times.",
+    )
     tokens: int = option(128, group=GENERATE, short="-n", minimum=1, help="Most new tokens.")
     sampling: SamplingOptions = part(SamplingOptions)
     stop: tuple[str, ...] = option(

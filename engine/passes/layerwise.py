@@ -52,6 +52,10 @@ class Head(Protocol):
     def logit_cap(self) -> float | None:
         """c, if logits l become c · tanh(l / c) after the matrix; None if they stay as they are."""
 
+    @property
+    def states_BLD(self) -> Tensor | None:
+        """The hidden states before the matrix, where a loss is given logits; None where it is given those states."""
+
 
 Loss = Callable[[Tensor, Head, slice], Tensor]
 """Function that returns a part of the loss.

@@ -1,20 +1,23 @@
 """Request bodies: parsed, validated and tokenized, in the process that reads requests (`reading_process.py`).
 
-Nothing here imports torch. Sizes are checked before any larger work: the lengths of lists before validation, the number
-of prompts times n before tokenization, and the bytes of a text before its tokens.
+Nothing here imports torch, except for a model that reads images. Sizes are checked before any larger work: the lengths of
+lists before validation, the number of prompts times n before tokenization, and the bytes of a text before its tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from engine.errors import CompressError, OptionError
+from engine.files.image_file import decoded_images
 from engine.server.errors import ApiError, api_error, body_error, no_object, not_json
+from engine.server.image_parts import image_files
 from engine.server.schema import (
     Body,
     ChatCompletionRequest,
@@ -23,10 +26,15 @@ from engine.server.schema import (
     GenerationBody,
     Message,
     TokenizeRequest,
+    content_parts,
     content_text,
+    image_urls,
     refuse,
 )
 from engine.server.text_reader import TextReader, TokenizerSettings
+
+if TYPE_CHECKING:
+    from engine.transformers_models.image_reader import ImageReader
 
 COMPLETION_TOKENS = 16
 """Default limit of new tokens for a completion; a chat may use all remaining positions."""
@@ -47,6 +55,8 @@ class ReadingSettings:
     max_queue: int
     most_skip_threshold: float | None
     """The server's own threshold, which is the maximum for a request; None if the engine itself checks it."""
+    images_refusal: str | None = "the model has no part that reads images"
+    """Why images cannot be read; None if they can be."""
 
     @classmethod
     def of_json(cls, data: bytes) -> ReadingSettings:
@@ -77,6 +87,8 @@ class Read:
     """Text of each prompt, if the answers repeat it."""
     stream: bool = False
     include_usage: bool = False
+    images: Mapping[str, Any] = field(default_factory=dict)
+    """Inputs of the model for the images of the prompt, as tensors; empty without images."""
 
 
 class BodyReader:
@@ -85,6 +97,7 @@ class BodyReader:
     def __init__(self, settings: ReadingSettings) -> None:
         self._settings = settings
         self._texts = TextReader(settings.tokenizer)
+        self._images = _image_reader(settings)
         self._most_bytes = settings.max_model_length * self._texts.longest_token_bytes
 
     def prepare(self) -> None:
@@ -113,8 +126,9 @@ class BodyReader:
         self._check_count(1, body.n)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         top = (body.top_logprobs or 0) if body.logprobs else None
-        prompt = self._conversation(body.messages)
-        return self._read(body, [prompt], [self._room(prompt, limit, self._settings.max_model_length, "messages")], top)
+        prompt, images = self._conversation(body.messages)
+        room = self._room(prompt, limit, self._settings.max_model_length, "messages")
+        return self._read(body, [prompt], [room], top, images=images)
 
     def completion(self, data: bytes) -> Read:
         """POST /v1/completions"""
@@ -139,7 +153,7 @@ class BodyReader:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids = self._conversation(body.messages)
+            ids, _ = self._conversation(body.messages)
         else:
             self._check_bytes(body.prompt or "", "prompt")
             ids = self._texts.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
@@ -194,16 +208,24 @@ class BodyReader:
                 code="context_length_exceeded",
             )
 
-    def _conversation(self, messages: Sequence[Message]) -> list[int]:
-        turns = []
+    def _conversation(self, messages: Sequence[Message]) -> tuple[list[int], Mapping[str, Any]]:
+        """Return the token ids of messages, and the model's inputs of their images."""
+        urls, turns = image_urls(messages), []
+        if urls and self._images is None:
+            why = self._settings.images_refusal
+            raise ApiError(400, f"messages have images, and this server reads text only: {why}", param="messages")
         for message in messages:
             role = "system" if message.role == "developer" else message.role
-            turns.append(message.model_dump(exclude_none=True) | {"role": role, "content": content_text(message)})
-        for turn in turns:
-            self._check_bytes(turn["content"], "messages")
+            turn = message.model_dump(exclude_none=True, exclude={"content"})
+            turns.append(turn | {"role": role, "content": content_parts(message)})
+            self._check_bytes(content_text(message), "messages")
+        if urls and self._images is not None:
+            text = self._images.conversation_text(turns)
+            self._check_bytes(text, "messages")
+            return self._images.conversation(text, decoded_images(image_files(urls)))
         text = self._texts.conversation(turns)
         self._check_bytes(text, "messages")
-        return self._texts.conversation_ids(text)
+        return self._texts.conversation_ids(text), {}
 
     def _encoded(self, text: str, param: str) -> list[int]:
         self._check_bytes(text, param)
@@ -240,6 +262,7 @@ class BodyReader:
         *,
         echoes: Sequence[str] = (),
         prompt_logprobs: bool = False,
+        images: Mapping[str, Any] | None = None,
     ) -> Read:
         return Read(
             prompts=prompts,
@@ -263,6 +286,7 @@ class BodyReader:
             echoes=echoes,
             stream=bool(body.stream),
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            images=images or {},
         )
 
     def _threshold(self, asked: float | None) -> float | None:
@@ -299,3 +323,12 @@ def unknown_model(name: str, own: str) -> ApiError:
     """Return the error for a model that is not served."""
     message = f"the model {name!r:.80} is not served here; this server has {own!r}"
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def _image_reader(settings: ReadingSettings) -> ImageReader | None:
+    """Return the model's processor of images; None for a model that reads text only."""
+    if settings.images_refusal is not None:
+        return None
+    from engine.transformers_models.image_reader import ImageReader
+
+    return ImageReader(Path(settings.tokenizer.directory), settings.tokenizer.vocabulary)

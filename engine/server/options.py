@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.batching.options import LOAD, QueueOptions
 from engine.errors import OptionError
-from engine.generation.options import OpenOptions
+from engine.generation.options import MACHINE, OpenOptions
 from engine.options import check, like, option
 from engine.server.hosts import is_local, plain_host
 
@@ -77,6 +77,12 @@ class ServeOptions:
     dtype: str = like(OpenOptions, "dtype")
     threads: int | None = like(OpenOptions, "threads")
     kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
+    images: bool = option(
+        False,
+        group=MACHINE,
+        help="Take images in messages: transformers then runs the whole model, also one that our own decoder would run "
+        "faster. Without it, images are taken where transformers runs the model anyway.",
+    )
 
     def __post_init__(self) -> None:
         check(self)

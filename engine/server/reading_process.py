@@ -32,6 +32,7 @@ from typing import Any
 from engine.errors import is_panic
 from engine.generation.worker import package_path, python_module
 from engine.server.errors import ApiError
+from engine.server.image_parts import packed
 
 MEMORY_BYTES = 2_000_000_000
 """Additional address space that reading may use after the process is ready."""
@@ -156,10 +157,15 @@ def pack_tokens(prompts: list[list[int]]) -> bytes:
     return array.array(_TOKEN, [token for prompt in prompts for token in prompt]).tobytes()
 
 
+def packed_bytes(counts: list[int]) -> int:
+    """Return the size of prompts of these lengths from `pack_tokens`."""
+    return sum(counts) * array.array(_TOKEN).itemsize
+
+
 def unpack_tokens(data: bytes, counts: list[int]) -> list[list[int]]:
-    """Return the prompts that `pack_tokens` wrote, given their lengths."""
+    """Return the prompts that `pack_tokens` wrote at the beginning of the data, given their lengths."""
     tokens = array.array(_TOKEN)
-    tokens.frombytes(data)
+    tokens.frombytes(data[: packed_bytes(counts)])
     found, start = tokens.tolist(), 0
     prompts = []
     for count in counts:
@@ -200,7 +206,9 @@ def _reply(reader: Any, path: str, body: bytes) -> Frame:
     if isinstance(read, dict):
         return {"answer": True}, json.dumps(read, separators=(",", ":")).encode()
     counts = [len(prompt) for prompt in read.prompts]
-    return {"read": asdict(replace(read, prompts=())), "counts": counts}, pack_tokens(read.prompts)
+    images, data = packed(read.images)
+    header = {"read": asdict(replace(read, prompts=(), images={})), "counts": counts, "images": images}
+    return header, pack_tokens(read.prompts) + data
 
 
 def _refused(error: ApiError) -> Frame:

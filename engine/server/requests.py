@@ -11,7 +11,8 @@ from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
 from engine.onnx.runtime import OnnxDecoder
 from engine.server.body_reader import ReadingSettings
-from engine.server.reading_process import unpack_tokens
+from engine.server.image_parts import unpacked
+from engine.server.reading_process import packed_bytes, unpack_tokens
 from engine.server.text_reader import tokenizer_settings
 
 
@@ -27,14 +28,16 @@ class Asked:
     include_usage: bool = False
 
 
-def asked(header: dict[str, Any], tokens: bytes) -> Asked:
+def asked(header: dict[str, Any], data: bytes) -> Asked:
     """Return the requests of a body, from the reply of the process that read it. Raises OptionError for invalid options."""
     read = header["read"]
     seed = secrets.randbits(62) if read["seed"] is None else read["seed"]
     fields = read["request"] | {"stop": tuple(read["request"]["stop"])}
     requests: list[Request] = []
-    for prompt, new_tokens in zip(unpack_tokens(tokens, header["counts"]), read["new_tokens"], strict=True):
-        request = Request(prompt=tuple(prompt), max_new_tokens=new_tokens, **fields)
+    prompts = unpack_tokens(data, header["counts"])
+    images = unpacked(header["images"], data[packed_bytes(header["counts"]) :])
+    for prompt, new_tokens in zip(prompts, read["new_tokens"], strict=True):
+        request = Request(prompt=tuple(prompt), max_new_tokens=new_tokens, images=images, **fields)
         for _ in range(read["choices"]):
             sampling = SamplingOptions(**read["sampling"], seed=(seed + len(requests)) % 2**63)
             requests.append(replace(request, sampling=sampling))
@@ -53,4 +56,5 @@ def reading_settings(
         max_model_length=max_model_length,
         max_queue=max_queue,
         most_skip_threshold=None if exported else skip_threshold,
+        images_refusal=engine.images_refusal,
     )

@@ -6,6 +6,7 @@ they have no effect here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -105,11 +106,18 @@ class GenerationBody(Body):
     skip_threshold: float | None = Field(None, ge=0, description="Threshold of adaptive skipping; at most the server's own.")
 
 
+class ImageUrl(Body):
+    """The place of an image: a data URL."""
+
+    url: str
+
+
 class ContentPart(Body):
-    """A part of a message; only parts of type "text" are supported."""
+    """A part of a message, of type "text" or "image_url"."""
 
     type: str
     text: Text | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class Message(Body):
@@ -175,11 +183,32 @@ def refuse(body: GenerationBody) -> None:
 
 
 def content_text(message: Message) -> str:
-    """Return the text of a message. Raises ApiError for parts that are not text."""
+    """Return the text of a message without images."""
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
-    for part in message.content:
-        if part.type != "text" or part.text is None:
-            kind = part.type if part.type != "text" else "text without text"
-            raise ApiError(400, f"messages has a part of type {kind!r:.40}; only text can be read", param="messages")
     return "".join(part.text or "" for part in message.content)
+
+
+def content_parts(message: Message) -> str | list[dict[str, str]]:
+    """Return the content of a message for a chat template: its text, or its parts where some of them are images."""
+    if not image_urls([message]):
+        return content_text(message)
+    assert isinstance(message.content, list)
+    return [
+        {"type": "image"} if part.type == "image_url" else {"type": "text", "text": part.text or ""}
+        for part in message.content
+    ]
+
+
+def image_urls(messages: Sequence[Message]) -> list[str]:
+    """Return the URLs of the images in messages. Raises ApiError for parts that are neither text nor an image."""
+    urls: list[str] = []
+    for message in messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type == "image_url" and part.image_url is not None:
+                urls.append(part.image_url if isinstance(part.image_url, str) else part.image_url.url)
+            elif part.type != "text" or part.text is None:
+                kind = part.type if part.type not in ("text", "image_url") else f"{part.type} without its {part.type}"
+                said = f"messages has a part of type {kind!r:.40}; only text and image_url can be read"
+                raise ApiError(400, said, param="messages")
+    return urls

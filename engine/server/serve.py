@@ -90,6 +90,7 @@ def load(options: ServeOptions) -> Service:
         skip_threshold=options.skip_threshold,
         skip_rule=options.skip_rule,
         kv_cache_dtype=options.kv_cache_dtype,
+        images=options.images,
     )
     engine_loop = EngineLoop(
         engine,

@@ -66,6 +66,7 @@ class Service:
                 skip_threshold=skip_threshold,
             ).to_json()
         )
+        _ = engine.images_refusal  # loads what reads images before any request
         self.words = TokenText(engine.tokenizer)
         self.chats = bool(engine.tokenizer.chat_template)
         """Whether the model has its own chat template."""

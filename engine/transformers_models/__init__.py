@@ -8,6 +8,7 @@ experts of a layer, `adapted_pass.py` runs text through one layer after the othe
 them, and `adapted_decoder.py` holds a whole model that generates. `subset_router.py` asks a router about some of the
 experts. `stored_experts.py` takes experts and their hidden units out of the files, `stack_of.py` finds how files hold
 projections, and `config_keys.py` which entries of config.json say how many experts there are and how wide they are.
-`layer_counts.py` has the entries for layers with different numbers of experts. `low_bit_weights.py` reads and
-multiplies low-bit weights, and `low_bit_layers.py` says which weights may be low-bit.
+`image_reader.py` is the processor of an image-and-text model, and `image_sequence.py` one sequence whose prompt has images.
+`layer_sizes.py` has the entries for layers with different numbers of experts, or widths of them. `low_bit_weights.py` reads
+and multiplies low-bit weights, and `low_bit_layers.py` says which weights may be low-bit.
 """

@@ -8,15 +8,17 @@ Shape suffixes: T tokens, D size of the experts' input, S slots, N experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from engine.decoder.experts import MoeBlock, grouped, route_through
-from engine.decoder.routing import NO_EXPERT, Gate, Selection, Skipping, select, sigmoid_shares, softmax
+from engine.decoder.routing import NO_EXPERT, Gate, Selection, ShiftedLogits, Skipping, select, sigmoid_shares, softmax
 from engine.errors import UnsupportedError
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.transformers_models.expert_layers import ExpertLayer, is_routing, replaced_forwards
@@ -32,13 +34,20 @@ _INPUT_SIZES = {0.1: 1.0, 1.0: 1.0, 10.0: 0.95}
 that divides by a sum plus ε gives less where all scores are tiny, as large inputs make them."""
 _ASKED_TOKENS = 128
 """Number of tokens of each size, at least."""
+_PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+"""Functions by which routers multiply their input by a matrix."""
+
+
+Ask = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Function that runs a router again with numbers added to its logits, [N]; returns logits, weights and indices."""
 
 
 class OwnRouting:
     """The choice of the layer's router for the tokens that it has just seen, as a Routing.
 
     Slots are sorted by weight, largest first. Routings that only change a Selection, such as `Gated` and `Skipping`, can
-    have this one as their base; those that change logits cannot.
+    have this one as their base, and so can those that add numbers to logits (`shifted`); those that change logits in other
+    ways cannot.
     """
 
     def __init__(self, experts: int, router: str = "the router") -> None:
@@ -50,6 +59,8 @@ class OwnRouting:
         self._seen = (torch.empty(0), torch.empty(0), torch.empty(0))
         self.normalises: bool | None = None
         """Whether the weights of every token have one sum; None until a block has found out for a routing that asks."""
+        self.ask: Ask | None = None
+        """Runs the router again on the tokens that it has just seen, while a block needs it."""
 
     def see(self, logits: Tensor, weights: Tensor, indices: Tensor) -> None:
         """Take the outputs of the router. Logits after those of the experts, such as that of an empty slot, are left out."""
@@ -76,6 +87,21 @@ class OwnRouting:
         if logits_TN is not self.logits_TN:
             raise UnsupportedError("the router of a model that transformers runs cannot choose by other logits than its own")
         return self.selection
+
+    def shifted(self, shift_N: Tensor) -> Selection:
+        """Return the router's choice with these numbers added to its logits.
+
+        Raises UnsupportedError for a router whose logits are not one product of its input, or whose weights change before
+        they reach the experts.
+        """
+        assert self.ask is not None
+        seen, used = self._sorted(*self._seen[1:]), self.selection
+        if not (torch.equal(seen.experts, used.experts) and torch.equal(seen.weights, used.weights)):
+            raise UnsupportedError(
+                f"the weights of {self._router} change before they reach the experts, so that numbers cannot be added to "
+                "its logits; choose another relaxation"
+            )
+        return self._sorted(*self.ask(shift_N)[1:])
 
     def probabilities(self, logits_TN: Tensor) -> Tensor:
         """Return the router's probability of each expert, [T, N].
@@ -195,12 +221,15 @@ class AdaptedBlock(MoeBlock):
             self.asked = given, options
         if self.own.normalises is None and isinstance(self.routing, Skipping):
             self.own.normalises = _normalises(module, given, options)
+        if isinstance(self.routing, ShiftedLogits):
+            self.own.ask = partial(_asked_with, self.layer.router, module, given, options, made[0].shape[-1])
 
     def _run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         self.own.use(top_k_weights, top_k_index)
         logits_TN = self.own.logits_TN
         selection = select(self.routing, x_TD, logits_TN)
+        self.own.ask = None
         assert len(selection.experts) == len(x_TD), "kernels read a row of the input for each row of the selection"
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
@@ -242,6 +271,34 @@ class KernelBlock(AdaptedBlock):
 
     def _computed(self, x_TD: Tensor, selection: Selection) -> Tensor:
         return experts_forward(self.module, x_TD, selection.experts, selection.weights)
+
+
+class _ShiftedProduct(TorchFunctionMode):
+    """Adds numbers to the products of a router that have an entry for each expert, and counts these products."""
+
+    def __init__(self, shift_N: Tensor) -> None:
+        super().__init__()
+        self.shift_N, self.found = shift_N, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _PRODUCTS and made.shape[-1] == len(self.shift_N):
+            self.found, made = self.found + 1, made + self.shift_N.to(made.dtype)
+        return made
+
+
+def _asked_with(
+    name: str, router: nn.Module, given: Sequence[Any], options: Mapping[str, Any], size: int, shift_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a router returns for these arguments with numbers added to its logits. size: number of its logits."""
+    with _ShiftedProduct(nn.functional.pad(shift_N, (0, size - len(shift_N)))) as mode:
+        logits, weights, indices, *_ = type(router).forward(router, *given, **options)
+    if mode.found != 1:
+        raise UnsupportedError(
+            f"the logits of {name} are not one product of its input, so that numbers cannot be added to them; choose "
+            "another relaxation"
+        )
+    return logits, weights, indices
 
 
 @torch.no_grad()

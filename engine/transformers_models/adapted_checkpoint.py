@@ -25,14 +25,11 @@ from engine.checkpoint.pack_quantized import CONFIG_KEY, PACKED, QuantizedView, 
 from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
-from engine.families.classifiers import classified
 from engine.families.config import DecoderConfig
-from engine.families.encoder_decoders import ENCODER_DECODERS
 from engine.families.experts import DOWN, GATE, UP
-from engine.families.resolve import is_left_to_transformers, load_transformers_config
+from engine.families.resolve import load_transformers_config, runs_through_transformers
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_parts, expert_tensor
-from engine.families.wrappers import WRAPPERS
 from engine.files.element_type import ElementType
 from engine.files.finite import can_check, is_finite
 from engine.files.json_file import load_json, shown
@@ -45,16 +42,19 @@ from engine.passes.layerwise import SWEEP_TOKENS
 from engine.transformers_models.adapted_block import OwnRouting
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.config_keys import CountKey, WidthKey, find_count_key, find_width_key
-from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers, find_layers, skeleton
+from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers, check_states, find_layers, skeleton
 from engine.transformers_models.experts_implementation import StackedExperts
+from engine.transformers_models.image_reader import check_vision
 from engine.transformers_models.interface_families import classes_of, has_interface
-from engine.transformers_models.layer_counts import (
+from engine.transformers_models.layer_sizes import (
     BLOCKS_KEY,
     OWN_KEYS,
+    SizeKeys,
+    Sizes,
     check_built,
-    counts_of,
     plain_config,
-    with_counts,
+    said_sizes,
+    with_sizes,
 )
 from engine.transformers_models.low_bit_weights import (
     dense_experts,
@@ -71,6 +71,8 @@ SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
 """Bytes of the states before every layer that a pass with gradients keeps in memory, without and with a memory limit."""
 _PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
 """Config keys of the number of layers for multi-token prediction."""
+_PREDICTION_LAYER = re.compile(r".*?layers\.\d+(?=\.)")
+"""The layer in the name of a weight that the model has no place for."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _RAGGED_PREDICTION = (
     "layers for multi-token prediction keep the experts that the last decoder layer keeps, and config.json has no number of "
@@ -85,10 +87,16 @@ def open_mixture_checkpoint(directory: Path) -> Checkpoint:
     Raises the errors of Checkpoint, and those of AdaptedCheckpoint for families without a row.
     """
     raw = load_json(directory / "config.json", "model config") if directory.is_dir() else {}
-    model_type = raw.get("model_type")
-    has_own_path = not isinstance(model_type, str) or model_type in {*ARCHITECTURES, *WRAPPERS, *ENCODER_DECODERS}
-    has_own_path = has_own_path and not is_left_to_transformers(raw)
-    return Checkpoint(directory) if has_own_path or classified(raw) is not None else AdaptedCheckpoint(directory)
+    return AdaptedCheckpoint(directory) if runs_through_transformers(raw) else Checkpoint(directory)
+
+
+def open_image_checkpoint(directory: Path) -> AdaptedCheckpoint:
+    """Return the checkpoint of an image-and-text model, which transformers runs as a whole, also for families with a row.
+
+    Raises UnsupportedError for a model that reads text only, and the errors of AdaptedCheckpoint.
+    """
+    check_vision(directory)
+    return AdaptedCheckpoint(directory)
 
 
 class AdaptedCheckpoint(Checkpoint):
@@ -97,8 +105,11 @@ class AdaptedCheckpoint(Checkpoint):
     Methods that would need a decoder of ours raise UnsupportedError.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for a model that does not fit."""
+    def __init__(self, directory: Path, header_only: frozenset[str] = frozenset()) -> None:
+        """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for a model that does not fit.
+
+        header_only: shards whose headers alone are present.
+        """
         check_entries(directory)
         self.directory, self.gguf = directory, None
         self.provenance = read_provenance(directory)
@@ -112,12 +123,14 @@ class AdaptedCheckpoint(Checkpoint):
             self.model_class = _model_class(self.raw_config)
             self.model = self.build(plain_config(self.raw_config))
             self.plain_found: FoundLayers = find_layers(self.model, self.model_type)
-            """The layers of the family's own model, which have one number of experts."""
+            """The layers of the family's own model, which have one number of experts of one width."""
             self.found = self.plain_found
             """The layers of this model."""
             if BLOCKS_KEY in self.raw_config:
-                counts = counts_of(self.raw_config, self.plain_found, self._count_key())
-                self.model, self.found = self._checked_build(self.raw_config, counts)
+                keys = SizeKeys(self._count_key(), self._width_key)
+                self.model, self.found = self._checked_build(
+                    self.raw_config, said_sizes(self.raw_config, self.plain_found, keys)
+                )
                 self.model_class = type(self.model)
             self.config = adapted_config(self.model.config, self.model_class.__name__, self.found)
             check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
@@ -126,6 +139,8 @@ class AdaptedCheckpoint(Checkpoint):
         check_generation(directory, self.config.vocabulary_size)
         self._stored, files = open_shards(directory)
         self._by_name, self.files = self._stored, [*files]
+        for file in files:
+            file.header_only = file.path.name in header_only
         try:
             self.low_bit: dict[str, QuantizedView] = low_bit_views(self._stored, self.schemes)
             """Low-bit weights by name."""
@@ -145,35 +160,44 @@ class AdaptedCheckpoint(Checkpoint):
         config = load_transformers_config({key: raw[key] for key in raw if key not in _WITHHELD_KEYS})
         model_class = _model_class(self.raw_config)
         if BLOCKS_KEY in raw:
-            model_class = own_class(model_class.__name__)
+            model_class = own_class(model_class.__name__, raw)
             config.block_configs, config.block_places = raw[BLOCKS_KEY], raw[PLACES_KEY]
         return skeleton(model_class, config, dtype)
 
-    def _checked_build(self, raw: Mapping[str, Any], counts: Mapping[int, int]) -> tuple[Any, FoundLayers]:
-        """Return a model without weights and its layers. Raises UnsupportedError unless they have so many experts each."""
+    def _checked_build(self, raw: Mapping[str, Any], sizes: Sizes) -> tuple[Any, FoundLayers]:
+        """Return a model without weights and its layers. Raises UnsupportedError unless they have these sizes."""
         try:
             plain, model = self.build(plain_config(raw)), self.build(raw)
             found = find_layers(model, self.model_type)
-            check_built(model, plain, found, self._count_key(), counts)
+            check_built(model, plain, found, self._count_key(), sizes)
         except UnsupportedError as error:
+            what = "numbers of experts" if len({size.count for size in sizes.values()}) > 1 else "widths of experts"
             raise UnsupportedError(
-                f"layers of a model of the family {self.model_type} cannot have different numbers of experts ({error}); "
+                f"layers of a model of the family {self.model_type} cannot have different {what} ({error}); "
                 "prune with --uniform"
             ) from error
         return model, found
 
-    def check_counts(self, counts: Mapping[int, int]) -> None:
-        """Raise UnsupportedError unless the family's layers can have these numbers of experts, by decoder layer index."""
-        if len(set(counts.values())) > 1:
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raise UnsupportedError unless the family's layers can have these sizes."""
+        raw = self.with_sizes(sizes)
+        if BLOCKS_KEY in raw:
             try:
-                self._checked_build(self.with_counts(counts), counts)
+                self._checked_build(raw, sizes)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.directory}: {error}") from error
 
-    def with_counts(self, counts: Mapping[int, int]) -> dict[str, Any]:
-        """Return config.json with other numbers of experts in the MoE layers, by decoder layer index."""
-        base = _model_class(self.raw_config).__name__
-        return with_counts(self.raw_config, base, self.found, self.count_key, counts)
+    def check_states(self) -> None:
+        """Raise UnsupportedError unless the hidden states before the output head are known."""
+        try:
+            check_states(self.model, self.model_type)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.directory}: {error}; choose another method") from error
+
+    def with_sizes(self, sizes: Sizes) -> dict[str, Any]:
+        """Return config.json with MoE layers of other sizes. Raises UnsupportedError where no entry has the width."""
+        base, keys = _model_class(self.raw_config).__name__, SizeKeys(self.count_key, lambda: self.width_key)
+        return with_sizes(self.raw_config, base, self.plain_found, keys, sizes)
 
     @cached_property
     def routings(self) -> tuple[OwnRouting, ...]:
@@ -196,9 +220,13 @@ class AdaptedCheckpoint(Checkpoint):
     def width_key(self) -> WidthKey:
         """The entry of config.json with the width of experts."""
         try:
-            return find_width_key(self.raw_config, self.build, self.found, text_path(self.model.config))
+            return self._width_key()
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.directory}: {error}") from error
+
+    def _width_key(self) -> WidthKey:
+        plain = plain_config(self.raw_config)
+        return find_width_key(plain, self.build, self.plain_found, text_path(self.model.config))
 
     @cached_property
     def stored_experts(self) -> StoredExperts:
@@ -329,6 +357,11 @@ class AdaptedCheckpoint(Checkpoint):
                     f"{list(said)}; {SAME_MODEL}"
                 )
 
+    @property
+    def _unplaced(self) -> dict[str, tuple[str, str | None]]:
+        """Those weights of `_renamed` that the model has no place for."""
+        return {name: own for name, own in self._renamed.items() if name not in self.targets}
+
     def _check_unplaced(self) -> None:
         """Raise CheckpointError for decoder layers after the last one, unless they are for multi-token prediction."""
         if any(_predicts(part) for part in (self.raw_config, self.model.config.get_text_config(decoder=True).to_dict())):
@@ -383,6 +416,18 @@ class AdaptedCheckpoint(Checkpoint):
             with quiet_transformers():
                 model.tie_weights(recompute_mapping=False)
         self._check_loaded(model, layer)
+
+    def load_rest(self, model: Any, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Give a model the weights outside of its decoder, which text does not reach, such as those of a vision part.
+
+        Raises CheckpointError for one that is missing or damaged.
+        """
+        decoder = {name for names in self.names_by_layer.values() for name in names}
+        self._load(model, [name for name in self.targets if name not in decoder], dtype, device)
+        decoder_modules = (f"{self.found.layers}.", *self._outer_modules())
+        for name, tensor in model.state_dict().items():
+            if tensor.is_meta and not name.startswith(decoder_modules):
+                raise CheckpointError(f"{self.directory}: tensor {name} is missing; {SAME_MODEL}")
 
     def _check_loaded(self, model: Any, layer: int | None) -> None:
         """Raise CheckpointError if a tensor of a layer, or for None one around the layers, has no values."""
@@ -499,6 +544,20 @@ class AdaptedCheckpoint(Checkpoint):
         return tuple(scheme for scheme in self.schemes if scheme in used)
 
     @property
+    def prediction_layers(self) -> int:
+        """Number of layers for multi-token prediction in the files; they are not run."""
+        found = (_PREDICTION_LAYER.search(target) for target, _ in self._unplaced.values())
+        return len({each[0] for each in found if each is not None})
+
+    @property
+    def parts_not_read(self) -> list[str]:
+        """Names of the largest modules of the model that text does not pass through."""
+        read = {self.targets[name] for names in self.names_by_layer.values() for name in names}
+        prefixes = {part for target in read for part in _prefixes(target)}
+        beside = set(self.targets.values()) - read
+        return sorted({next(part for part in _prefixes(target) if part not in prefixes) for target in beside})
+
+    @property
     def loading_note(self) -> None:
         """Nothing: transformers loads the model."""
         return None
@@ -514,8 +573,13 @@ class AdaptedCheckpoint(Checkpoint):
         found = [_EXPERT.search(name) for name in beyond]
         most = max((int(each[1]) + 1 for each in found if each is not None), default=0)
         shapes = {_end(name): self.stored_shapes[name][1] for name in self.targets if ".experts." in name}
-        if most <= count and any(
-            shapes.get(_end(name), own) != own for name in beyond for own in [self.stored_shapes[name][1]]
+        is_narrowed = {layer.width for layer in self.found.experts} != {self.plain_found.sampled.width}
+        if (
+            most <= count
+            and not is_narrowed
+            and any(  # config.json has the source's width where layers have their own
+                shapes.get(_end(name), own) != own for name in beyond for own in [self.stored_shapes[name][1]]
+            )
         ):
             return (
                 "layers for multi-token prediction keep experts of the source's shape, which is not that of config.json; "
@@ -670,6 +734,12 @@ def _model_class(raw: Mapping[str, Any]) -> Any:
 def _end(name: str) -> str:
     """Return the part of the name of an expert's tensor that all experts have in common."""
     return generic(name).rpartition(".experts.")[2]
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of the modules that a tensor lies in, the outermost first, and its own name."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _predicts(config: Mapping[str, Any]) -> bool:

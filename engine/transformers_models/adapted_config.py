@@ -19,7 +19,7 @@ from engine.families.router import TopK
 from engine.families.values import positive
 from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers
 
-_WITH_BIASES = Experts(names=ExpertNames(stacks=transposed_stacks(biases=True)))
+_BIASES = ExpertNames(stacks=transposed_stacks(biases=True))
 _REASON = "transformers runs its decoder here"
 _GROUPS = (("n_group", "topk_group"),)
 """Config keys of the number of groups of experts, and of the groups that a token's experts come from."""
@@ -65,7 +65,7 @@ def adapted_config(config: Any, model_class: str, found: FoundLayers) -> Decoder
             config.model_type,
             model_class,
             router=RouterOfTransformers(least=least_experts(text, found.experts)),
-            experts=_WITH_BIASES if found.experts[0].has_biases else Experts(),
+            experts=StackedInMemory(names=_BIASES) if found.experts[0].has_biases else StackedInMemory(),
             not_dense=_REASON,
             not_onnx=_REASON,
         ),
@@ -143,6 +143,13 @@ def least_experts(text: Any, layers: tuple[ExpertLayer, ...]) -> int:
         return per_token
     groups, used = groups_of(text)
     return groups * max(2, -(-per_token // used))
+
+
+@dataclass(frozen=True)
+class StackedInMemory(Experts):
+    """Experts of which transformers stacks those of a layer."""
+
+    even_widths = True
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The layers, the states and the cache are those of transformers. Our expert kernels compute the experts, so that only chosen
 experts are read, and a Routing may skip some of them. A prompt is read in one piece: layers with a state read further tokens
-one by one. Sequences of different lengths have caches of their own, without padding.
+one by one. Sequences of different lengths have caches of their own, without padding, and so have sequences with images.
 
 Shape suffixes: B batch, L new positions, P all positions so far, R rows of one cache, K positions with logits, V vocabulary.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +27,7 @@ from engine.transformers_models.adapted_block import KernelBlock
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.expert_layers import probe, replaced_forwards
 from engine.transformers_models.experts_implementation import CHOICE, StackedExperts, prepare
+from engine.transformers_models.image_sequence import ImageSequence
 from engine.transformers_models.low_bit_layers import LowBitLayers
 from engine.transformers_models.low_bit_weights import LowBitLinear, LowBitStack
 from engine.transformers_models.transformers_model import quiet_transformers
@@ -56,6 +57,8 @@ class AdaptedDecoder:
         """
         self.config, self.dtype, self.model_type = checkpoint.config, dtype, checkpoint.model_type
         self._build = partial(checkpoint.build, checkpoint.raw_config, dtype)
+        self._load_rest = partial(checkpoint.load_rest, dtype=dtype, device=self.device)
+        self._rest_bytes: int | None = None
         self.model, low_bit = self._build(), LowBitLayers(checkpoint, CHOICE)
         for layer in progress([None, *range(checkpoint.found.count)], "loading (layers)"):
             low_bit.put_into(self.model, layer, dtype)
@@ -69,6 +72,16 @@ class AdaptedDecoder:
         for block in self.moe_blocks:
             self._running.enter_context(block.running())
         self._keeps_some = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    def load_images(self) -> None:
+        """Load the parts of the model that text does not reach, such as the one that reads images, once.
+
+        Raises CheckpointError for one that is damaged or not there.
+        """
+        if self._rest_bytes is None:
+            text = self.weights_bytes
+            self._load_rest(self.model)
+            self._rest_bytes = self.weights_bytes - text
 
     @cached_property
     def cache_sizes(self) -> tuple[int, int]:
@@ -100,7 +113,7 @@ class AdaptedDecoder:
 
     @property
     def weights(self) -> list[Tensor]:
-        """All weights in memory, low-bit ones as stored; those of parts that text does not reach are not loaded."""
+        """All weights in memory, low-bit ones as stored; parts that text does not reach are loaded for images only."""
         found = [weight for weight in self.model.parameters() if not weight.is_meta]
         low_bit = [module for module in self.model.modules() if isinstance(module, LowBitWeight)]
         stacks = (part for block in self.moe_blocks for part in StackedExperts(block.module).weights)
@@ -117,7 +130,7 @@ class AdaptedDecoder:
 
         skipped_shares: one for each MoE layer. Embeddings count as one row, tied embeddings completely, as the head.
         """
-        read: float = self.weights_bytes
+        read: float = self.weights_bytes - (self._rest_bytes or 0)
         embedding_VD, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
         if head is None or head._parameters.get("weight") is not embedding_VD:
             read -= embedding_VD.nbytes - embedding_VD[0].nbytes
@@ -146,21 +159,29 @@ class AdaptedDecoder:
             return torch.cat(pieces[-keep:], dim=1)
         lengths = [new] * batch if cache.parts or real_BP is None else real_BP[:, -new:].sum(-1).tolist()
         if not cache.parts:
-            cache.parts = [_Part(rows, _empty_cache(self.model)) for rows in _rows_by(lengths)]
+            cache.parts = self._new_parts(lengths, cache.images)
         made: list[Tensor] = []
-        for place, (rows, past) in enumerate(cache.parts):
+        for place, (rows, past, images) in enumerate(cache.parts):
             length = lengths[rows[0]]
             with self._counting(rows, tokens_BL.shape, length):
-                logits_RKV, kept = self._forward(tokens_BL[rows, new - length :], past, min(keep, length))
-            cache.parts[place] = _Part(rows, kept)
+                logits_RKV, kept = self._forward(tokens_BL[rows, new - length :], past, images, min(keep, length))
+            cache.parts[place] = _Part(rows, kept, images)
             made.append(logits_RKV)
         cache.length += new
         if len(made) == 1:
             return made[0]
         made_BKV = made[0].new_zeros(batch, keep, made[0].shape[-1])
-        for (rows, _), logits_RKV in zip(cache.parts, made, strict=True):
+        for (rows, *_), logits_RKV in zip(cache.parts, made, strict=True):
             made_BKV[rows, keep - logits_RKV.shape[1] :] = logits_RKV
         return made_BKV
+
+    def _new_parts(self, lengths: Sequence[int], images: Sequence[Mapping[str, Tensor]]) -> list[_Part]:
+        """Return the parts of an empty cache. lengths: of the sequences. images: their inputs; empty without images."""
+        if not images:
+            return [_Part(rows, _empty_cache(self.model)) for rows in _rows_by(lengths)]
+        self.load_images()
+        sequences = [ImageSequence(self.model, inputs, _empty_cache(self.model)) for inputs in images]
+        return [_Part([row], each.past, each) for row, each in enumerate(sequences)]
 
     @contextmanager
     def _counting(self, rows: list[int], shape: tuple[int, ...], length: int) -> Iterator[None]:
@@ -177,9 +198,11 @@ class AdaptedDecoder:
             counter.counted_T = counted_T
 
     @torch.no_grad()
-    def _forward(self, tokens_RL: Tensor, past: Any, keep: int) -> tuple[Tensor, Any]:
+    def _forward(self, tokens_RL: Tensor, past: Any, images: ImageSequence | None, keep: int) -> tuple[Tensor, Any]:
         """Run the model; return the logits of the last positions, [R, K, V], and the cache after them."""
         options = {"logits_to_keep": keep} if self._keeps_some else {}
+        if images is not None:
+            return images.read(tokens_RL, **options)[:, -keep:], images.past
         with quiet_transformers():
             made = self.model(input_ids=tokens_RL, past_key_values=past, use_cache=True, **options)
         kept = getattr(made, "past_key_values", None)
@@ -195,6 +218,8 @@ class _Part(NamedTuple):
 
     rows: list[int]
     past: Any
+    images: ImageSequence | None = None
+    """The one sequence, if its prompt has images."""
 
 
 class AdaptedCache:
@@ -202,6 +227,8 @@ class AdaptedCache:
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []
+        self.images: Sequence[Mapping[str, Tensor]] = ()
+        """Inputs of the prompt of each sequence beside its tokens, set before the first forward; empty without images."""
         self.length = 0
         """Number of positions, with those of padding."""
         self.capacity = sys.maxsize
@@ -215,7 +242,7 @@ class AdaptedCache:
     @property
     def bytes(self) -> int:
         """Bytes of what is kept now."""
-        return sum(part.nbytes for _, past in self.parts for part in cached_tensors(past))
+        return sum(tensor.nbytes for part in self.parts for tensor in cached_tensors(part.past))
 
 
 def _empty_cache(model: Any) -> Any:

@@ -19,19 +19,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.errors import UnsupportedError
 from engine.passes import heap
-from engine.passes.activations import Activations
+from engine.passes.activations import Activations, closed_on_error
 from engine.passes.layerwise import BackwardPass, LayerwiseDecoder, Loss
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.transformers_models.adapted_block import AdaptedBlock
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, sweep_tokens
-from engine.transformers_models.adapted_pass import Call, Pass, check_over, held_layer, run_call, running
+from engine.transformers_models.adapted_pass import Call, Pass, adapted_pass, check_over, held_layer, run_call, running
 
 
 class _Logits(NamedTuple):
     """The head of a model whose own code has made logits."""
 
+    states_BLD: Tensor | None
     head_VD: None = None
     head_bias_V: None = None
     logit_cap: None = None
@@ -52,15 +52,34 @@ class AdaptedLayerwiseDecoder(LayerwiseDecoder):
     def hidden_states(
         self, tokens_SL: Tensor, directory: Path | None = None, budget: MemoryBudget = UNLIMITED
     ) -> Activations:
-        """Raise UnsupportedError: the states before the head are inside of the model's own code."""
-        raise UnsupportedError(f"{self.checkpoint.directory}: transformers does not show the hidden states before the head")
+        """Return the hidden states that logits are made from, [S, L, D]. `directory` is not used."""
+        size = self.config.transformers_config.hidden_size  # experts may take inputs of another size
+        states = Activations((*tokens_SL.shape, size), self.dtype, budget=budget)
+        with closed_on_error(states):
+            adapted_pass(
+                *(self.checkpoint, tokens_SL, lambda index, layer: None, states.__setitem__),
+                dtype=self.dtype,
+                device=self.device,
+                budget=budget,
+                before_head=True,
+            )
+        return states
 
     def sweep_tokens(self, budget: MemoryBudget) -> int:
         """Return the number of tokens whose states before every layer stay in memory together."""
         return sweep_tokens(self.config, self.dtype, is_limited=budget.limit is not None)
 
     def backward(self, asked: BackwardPass) -> float:
-        """Add the gradient of Σ loss to .grad of the `trained` tensors; return the loss. `directory` is not used."""
+        """Add the gradient of Σ loss to .grad of the `trained` tensors; return the loss. `directory` is not used.
+
+        As many sequences as `sweep_tokens` allows go through all layers together.
+        """
+        count, length = asked.tokens_SL.shape
+        each = max(1, self.sweep_tokens(asked.budget) // length)
+        return sum(self._sweep(_some(asked, slice(start, start + each))) for start in range(0, count, each))
+
+    def _sweep(self, asked: BackwardPass) -> float:
+        """Go forward and back through all layers once."""
         total, steps = 0.0, [list[_Step]() for _ in range(self.checkpoint.found.count)]
         given = self.checkpoint, asked.tokens_SL, self.dtype, self.device, asked.budget
         with running(*given, needs_logits=True, with_gradients=True) as (model, passes):
@@ -89,14 +108,27 @@ class AdaptedLayerwiseDecoder(LayerwiseDecoder):
             block.unit_observer = asked.observe.get(index)
 
 
+def _some(asked: BackwardPass, own: slice) -> BackwardPass:
+    """Return the pass over some of its sequences."""
+
+    def moved(rows: slice) -> slice:
+        return slice(own.start + rows.start, own.start + rows.stop)
+
+    return asked._replace(
+        tokens_SL=asked.tokens_SL[own],
+        route=lambda number, routing, rows: asked.route(number, routing, moved(rows)),
+        loss=lambda logits_BLV, head, rows: asked.loss(logits_BLV, head, moved(rows)),
+    )
+
+
 def _through_head(own: Pass, loss: Loss) -> float:
     """Take the gradient of the loss of a batch that has come to its end; return the loss, or 0 for other batches."""
-    if own.logits_BLV is None:
+    logits_BLV, states_BLD = own.taken()
+    if logits_BLV is None:
         return 0.0
-    value = loss(own.logits_BLV, _Logits(), own.rows)
+    value = loss(logits_BLV, _Logits(states_BLD), own.rows)
     if value.requires_grad:
         value.backward(retain_graph=True)  # parts of the graph may lead to several layers
-    own.logits_BLV = None
     return float(value.detach())
 
 

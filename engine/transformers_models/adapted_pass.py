@@ -31,7 +31,7 @@ from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import Visit, chunk_tokens, stream_layers, stream_negative_log_likelihood
 from engine.transformers_models.adapted_block import AdaptedBlock
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.expert_layers import move_buffers, replaced_forwards
+from engine.transformers_models.expert_layers import move_buffers, replaced_forwards, seen_before_head
 from engine.transformers_models.transformers_model import quiet_transformers
 
 MOST_LOGITS = 1 << 26
@@ -89,11 +89,13 @@ def adapted_pass(
     device: torch.device | str = "cpu",
     budget: MemoryBudget = UNLIMITED,
     directory: Path | None = None,
+    before_head: bool = False,
     progress: Progress = iter,
 ) -> None:
     """Run all sequences through the model. `visit` sees each layer once; `finish` takes the logits [B, L, V] of each batch.
 
     finish: None if no logits are needed; models that can leave them out then return those of the last position alone.
+    before_head: whether `finish` takes the hidden states [B, L, D] that logits are made from, in the place of logits.
     directory: is made, for `visit`; an interrupted pass begins again. The hidden states of all sequences stay in memory.
     """
     if directory is not None:  # `visit` saves its results there
@@ -105,9 +107,11 @@ def adapted_pass(
                 after = visit(index, cast(DecoderLayer, _Layer(block)))
                 for each in passes:
                     each.run_layer(index)
-                    if each.logits_BLV is not None and finish is not None:
-                        finish(each.rows, each.logits_BLV)
-                    each.logits_BLV = None
+                    logits_BLV, states_BLD = each.taken()
+                    made = states_BLD if before_head else logits_BLV
+                    if made is not None and finish is not None:
+                        finish(each.rows, made)
+                    del logits_BLV, states_BLD, made
                 if after is not None:
                     after()
         check_over(checkpoint, passes)
@@ -186,7 +190,7 @@ def _passes(
 
     passes = [Pass(rows, partial(forward, rows), with_gradients) for rows in budget.batches(*tokens_SL.shape)]
     stops = {layer: partial(_stop_at, index, layer) for index, layer in enumerate(layers)}
-    with replaced_forwards(stops):
+    with replaced_forwards(stops), seen_before_head(model, _keep_states):
         try:
             for each in passes:
                 each.start()
@@ -194,6 +198,10 @@ def _passes(
         finally:
             for each in passes:
                 each.stop()
+
+
+def _keep_states(states_BLD: Tensor) -> None:
+    _here.current.states_BLD = states_BLD
 
 
 class Call(NamedTuple):
@@ -230,7 +238,8 @@ class Pass:
         """with_gradients: whether what the model computes between its layers is recorded by autograd."""
         self.rows, self._forward, self._with_gradients = rows, forward, with_gradients
         self.logits_BLV: Tensor | None = None
-        """The result, once the pass is over; None before, and after it was taken."""
+        self.states_BLD: Tensor | None = None
+        """The hidden states that logits are made from."""
         self.is_over = False
         self._call: Call | None = None
         self._made: Any = None
@@ -259,6 +268,14 @@ class Pass:
         self._made = run(call)
         del call
         self._go_on()
+
+    def taken(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return logits and the hidden states before the head, once the pass is over; None before, and the next time."""
+        if not self.is_over:
+            return None, None
+        made = self.logits_BLV, self.states_BLD
+        self.logits_BLV = self.states_BLD = None
+        return made
 
     def stop(self) -> None:
         """End the thread."""

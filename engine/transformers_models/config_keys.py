@@ -126,12 +126,17 @@ class WidthKey:
     """The entry of the number of shared experts, where their width is a multiple of that of routed ones; () elsewhere."""
     shared: int = 0
     """Its value."""
+    beyond: str = ""
+    """A tensor outside of the routed experts whose shape the entry decides too; empty if there is none."""
 
     def changed(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
         """Return config.json with another width of the routed experts, and the same width of shared ones.
 
-        Raises UnsupportedError if the width of the shared experts is no multiple of that of the routed experts.
+        Raises UnsupportedError if the entry also decides something else, or if the width of the shared experts is no
+        multiple of that of the routed experts.
         """
+        if self.beyond:
+            raise UnsupportedError(f"{self.path[-1]} of config.json also decides the shape of {self.beyond}")
         raw = with_entry(config, self.path, width)
         if not self.shared_path or width == self.width:
             return raw
@@ -148,9 +153,10 @@ class WidthKey:
 
 
 def find_width_key(raw: Mapping[str, Any], build: Build, found: FoundLayers, text_path: tuple[str, ...]) -> WidthKey:
-    """Return the entry of config.json that decides how wide the routed experts are and nothing else, found by changing it.
+    """Return the entry of config.json that decides how wide the routed experts are, found by changing it.
 
-    The arguments are those of `find_count_key`. Raises UnsupportedError if there is no such entry.
+    One that decides nothing else comes first. The arguments are those of `find_count_key`. Raises UnsupportedError if
+    there is no such entry.
     """
     model_type, widths = raw["model_type"], {layer.width for layer in found.experts}
     if len(widths) > 1:
@@ -158,7 +164,7 @@ def find_width_key(raw: Mapping[str, Any], build: Build, found: FoundLayers, tex
     (width,) = widths
     model = build(raw)
     before, entries = _shapes(model), _integers(model, raw, text_path)
-    inside, outside = set(projection_names(found)), ""
+    inside, outside = set(projection_names(found)), list[WidthKey]()
     half = width // 2 if width % 2 == 0 else 2 * width
     shared = [key for key, value in entries.items() if "shared" in key and value >= 1]
     candidates = [key for key, value in entries.items() if value == width]
@@ -176,6 +182,10 @@ def find_width_key(raw: Mapping[str, Any], build: Build, found: FoundLayers, tex
             beyond = sorted(name for name in differing if name not in inside)
             if not beyond:
                 return entry
-            outside = outside or f"{key} of config.json also decides the shape of {beyond[0]}"
-    reason = outside or f"their width ({width}) is in no entry of config.json that we find"
-    raise UnsupportedError(f"hidden units cannot be removed from experts of the family {model_type}: {reason}")
+            outside.append(WidthKey(own, width, beyond=beyond[0]))
+    if outside:
+        return outside[0]
+    raise UnsupportedError(
+        f"hidden units cannot be removed from experts of the family {model_type}: their width ({width}) is in no entry of "
+        "config.json that we find"
+    )

@@ -73,6 +73,13 @@ def projection_names(found: FoundLayers) -> list[str]:
     return [f"{layer.experts}.{name}" for layer in found.experts for name in PROJECTIONS]
 
 
+def unit_axes(module: Any) -> dict[str, tuple[int, int]]:
+    """Return the axis of hidden units in each parameter of a module of experts, and how many numbers a unit has along it."""
+    first, each = ("gate_up_proj", 2) if module.has_gate else ("up_proj", 1)
+    found = {first: (2 if module.is_transposed else 1, each), "down_proj": (1 if module.is_transposed else 2, 1)}
+    return found | ({f"{first}_bias": (1, each)} if module.has_bias else {})
+
+
 def skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """Return the model on the meta device, in eval mode; only buffers that no file holds have values.
 
@@ -239,6 +246,38 @@ def replaced_forwards(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iter
     finally:
         for module in functions:
             del module.forward
+
+
+def same_shape(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Return a tensor without values in the place of what experts compute."""
+    return torch.empty_like(hidden_states)
+
+
+@contextmanager
+def seen_before_head(model: Any, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call a function with the hidden states that the output head is given, during the body."""
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    handle = head.register_forward_pre_hook(lambda module, given: see(given[0]) if given else None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_states(model: Any, model_type: str) -> None:
+    """Raise UnsupportedError unless the output head of a model without weights is given the states of all positions."""
+    seen: list[Tensor] = []
+    experts = {module: same_shape for module in model.modules() if is_experts(module)}
+    with seen_before_head(model, seen.append), replaced_forwards(experts):
+        probe(model, PROBE_TOKENS, use_cache=False)
+    if not seen or seen[-1].shape[:-1] != (1, PROBE_TOKENS):
+        raise UnsupportedError(
+            f"the output head of a model of the family {model_type} is not given the hidden states of all positions, which "
+            "the reconstruction loss compares"
+        )
 
 
 def _list_of_layers(model: nn.Module, experts: Sequence[str], model_type: str) -> str:

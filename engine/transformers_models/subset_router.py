@@ -18,7 +18,7 @@ from engine.decoder.routing import NO_EXPERT, Selection
 from engine.transformers_models.adapted_block import AdaptedBlock, OwnRouting
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.config_keys import ExpertAxis
-from engine.transformers_models.layer_counts import plain_config
+from engine.transformers_models.layer_sizes import plain_config
 
 
 class SubsetRouters:

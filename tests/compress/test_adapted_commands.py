@@ -26,17 +26,19 @@ from compress.methods.gate_fisher import fisher_scores
 from compress.options.calibrate import CalibrateOptions
 from compress.options.compare import CompareOptions
 from compress.options.evaluate import EvaluateOptions
-from compress.options.prune import PruneOptions
+from compress.options.prune import DiepOptions, PruneOptions
 from compress.options.refit import RefitOptions
 from compress.options.training import RecoverOptions
 from compress.plans.plan import plan_from_json
 from compress.plans.selection import Budget, groups_of
 from compress.prune import checked_budget, prepare_pruning, prune
+from compress.report.diep_scores import load_scores
 from compress.statistics_file import calibrate_to_file
 from engine.bench.backends import BACKENDS, BenchCase, BenchSpec, run_case
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.generation.generate import Engine
+from engine.inspect import inspect
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
@@ -60,14 +62,13 @@ def _options(model: Path, output: Path, **changes: Any) -> PruneOptions:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "diep"}, "diep needs our own decoder, .* give --granularity expert --method naee or frequency or"),
         (
             {"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="both")},
-            "--granularity both needs our own decoder, .* give --granularity unit --method unit-magnitude or",
+            "--granularity both needs our own decoder, .* give --granularity unit",
         ),
         (
-            {"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit")},
-            "one width of experts in config.json, .* add --uniform",
+            {"method": "unit-obs", "budget": Budget(sparsity=0.5, granularity="unit", include=("shared",))},
+            "--include shared needs our own decoder, .* give --granularity unit",
         ),
         (
             {"budget": Budget(experts=1, scope="uniform", min_experts=1)},
@@ -264,13 +265,47 @@ def test_removed_experts_are_merged_into_those_that_stay(model: Path, tmp_path: 
     assert result(input_ids=torch.randint(3, VOCABULARY, (1, 8))).logits.isfinite().all()
 
 
-def test_a_width_that_shared_experts_cannot_have_is_refused(model: Path, tmp_path: Path) -> None:
-    budget = Budget(sparsity=0.3, scope="uniform", granularity="unit", unit_multiple=1, min_experts=0)
-    with pytest.raises(
-        UnsupportedError, match=r"the 16 hidden units of shared experts must be a multiple of .* 4 or 8 of 16"
-    ):
-        prune(_options(model, tmp_path / "result", method="unit-magnitude", budget=budget))
-    assert not (tmp_path / "result").exists()
+def test_layers_keep_different_widths(model: Path, tmp_path: Path) -> None:
+    """By the default method, ranked over all layers; the result is evaluated, generated from, rounded and described."""
+    budget = Budget(sparsity=0.45, granularity="unit", unit_multiple=2, min_experts=0)
+    figures = prune(_options(model, tmp_path / "result", method="unit-obs", budget=budget))
+    widths = [width for width, *_ in figures["widths_per_layer"]]
+    assert figures["granularity"] == "unit" and figures["widths_per_layer"] == [[width] * 8 for width in widths]
+    assert len(set(widths)) > 1 and all(width % 2 == 0 for width in widths)
+    assert 8 * sum(widths) == pytest.approx(0.55 * 3 * 8 * 16, abs=2 * 8)
+    assert "trust_remote_code=True" in (tmp_path / "result" / "README.md").read_text()
+    held_out = EvaluateOptions(model=str(tmp_path / "result"), calibration=replace(TEXT, samples=2), split="held-out")
+    assert evaluate_model(held_out)["value"] == pytest.approx(figures["perplexity_after"], rel=1e-4)
+    assert len(Engine.open(tmp_path / "result").generate("def read(path):", max_new_tokens=4)[0].token_ids) == 4
+    described = inspect(str(tmp_path / "result"), checksums=True, progress=lambda items, what: items)
+    whole = inspect(str(model), checksums=False, progress=lambda items, what: items)
+    assert (described["kind"], described["architecture"]) == ("artifact", "exaone_moe")
+    assert (described["widths_per_layer"], described["experts_per_layer"]) == (widths, [8, 8, 8])
+    assert (whole["kind"], whole["widths_per_layer"], whole["layers"]) == ("checkpoint", [16, 16, 16], 4)
+    gone = 3 * 32 * 8 * (3 * 16 - sum(widths))
+    assert whole["parameters"] - described["parameters"] == gone
+    assert whole["bytes"] - described["bytes"] == gone * torch.float32.itemsize
+    idle = 3 * 32 * (8 - whole["experts_per_token"])
+    assert whole["parameters"] - whole["active_parameters"] == idle * 3 * 16
+    assert described["parameters"] - described["active_parameters"] == idle * sum(widths)
+    assert (whole["prediction_layers_not_read"], whole["parts_not_read"]) == (0, [])
+
+
+def test_the_search_of_diep_ranks_experts(model: Path, tmp_path: Path) -> None:
+    """Within a memory limit: experts with the highest α·β of all layers stay."""
+    budget = Budget(sparsity=0.4, min_experts=0)
+    diep = DiepOptions(epochs=1, batch_size=2)
+    options = _options(model, tmp_path / "result", method="diep", budget=budget, diep=diep, memory_limit=2_000_000_000)
+    figures = prune(options)
+    assert sum(figures["experts_per_layer"]) == 14
+    found = load_scores(tmp_path / "result")
+    plan = json.loads((tmp_path / "result" / "compression.json").read_text())["plan"]["layers"]
+    assert found is not None
+    scores = {(layer, expert): a * found.beta[layer] for layer, own in found.alpha.items() for expert, a in enumerate(own)}
+    kept = {(int(layer), expert) for layer, own in plan.items() for expert in own}
+    left = min(score for (layer, _), score in ((place, scores[place]) for place in kept) if len(plan[str(layer)]) > 2)
+    assert len(scores) == 24
+    assert all(score <= left for place, score in scores.items() if place not in kept)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from adapted_references import random_units, text_gradients, without_units
+from diep_references import gradients_of_steps, gradients_of_whole_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -31,6 +32,7 @@ from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 from engine.transformers_models.adapted_pass import adapted_pass
 from engine.transformers_models.expert_layers import replaced_forwards
 from engine.transformers_models.interface_families import Family, interface_families
+from engine.transformers_models.layer_sizes import BLOCKS_KEY
 from engine.transformers_models.transformers_model import quiet_transformers
 
 LAYERS, EXPERTS, VOCABULARY = 4, 8, 96
@@ -154,12 +156,17 @@ def _tokens(value: Any) -> Any:
 
 def save_tiny(family: Family, path: Path, **changes: Any) -> Any:
     """Save a tiny random model of a family as transformers does; return the model that transformers loads from there."""
+    return save_random(family, tiny_config(family.model_type, **changes), path)
+
+
+def save_random(family: Family, config: Any, path: Path) -> Any:
+    """Save a random model of a config; return the model that transformers loads from there."""
     import transformers
 
     model_class = getattr(transformers, family.model_class)
     torch.manual_seed(0)
     with quiet_transformers():
-        model = model_class(tiny_config(family.model_type, **changes)).eval()
+        model = model_class(config).eval()
         generator = torch.Generator().manual_seed(2)
         for name, tensor in model.named_parameters():
             if tensor.is_floating_point():
@@ -288,10 +295,14 @@ COLUMNS = (
     "pruned, layer by layer",
     "pruned, non-uniform",
     "gate gradients",
+    "DiEP",
+    "DiEP, routed",
     "units removed",
+    "units, by layer",
 )
 """A pass layer by layer, a model without some experts as transformers runs it and layer by layer, one whose layers keep
-different numbers of experts, in both ways, gate gradients, and a model whose experts have half of their hidden units."""
+different numbers of experts, in both ways, gate gradients, those of DiEP's scores (paper and gated, then routed), a
+model whose experts have half of their hidden units, and one whose layers keep different numbers of experts and of units."""
 Cell = float | str
 """The largest difference from the reference, or why there is none."""
 
@@ -300,7 +311,8 @@ def measured(family: Family, path: Path) -> dict[str, Cell] | str:
     """Return the cell of each column, or why the family is refused.
 
     References are whole models of transformers: with routers that cannot choose the removed experts, and with hidden units
-    that are multiplied by zero. Gate gradients are compared with autograd, in shares of a layer's largest one.
+    that are multiplied by zero. Gradients are compared with autograd, in shares of the largest one: of a layer for gates, of
+    all for DiEP's scores.
     """
     if not family.model_type:
         return "none of its classes returns logits for text"
@@ -323,7 +335,10 @@ def measured(family: Family, path: Path) -> dict[str, Cell] | str:
     return found | {
         COLUMNS[3]: ragged_difference(model, checkpoint, path / "ragged"),
         COLUMNS[4]: _of_gradients(model, checkpoint),
-        COLUMNS[5]: _without_units(family, model, checkpoint, path),
+        COLUMNS[5]: _of_search(model, checkpoint, "paper", "gated"),
+        COLUMNS[6]: _of_search(model, checkpoint, "routed"),
+        COLUMNS[7]: _without_units(family, model, checkpoint, path),
+        COLUMNS[8]: ragged_units_difference(model, checkpoint, path / "widths"),
     }
 
 
@@ -358,6 +373,49 @@ def _of_gradients(model: Any, checkpoint: AdaptedCheckpoint) -> float:
     return max(float((own[layer] - row).abs().max() / row.abs().max()) for layer, row in expected.items())
 
 
+def _of_search(model: Any, checkpoint: AdaptedCheckpoint, *relaxations: str) -> Cell:
+    """Return the largest difference of a gradient of DiEP's scores through these relaxed layers."""
+    decoder, differences = AdaptedLayerwiseDecoder(checkpoint, torch.float32), []
+    try:
+        checkpoint.check_states()
+        for relaxation in relaxations:
+            _, own = gradients_of_steps(decoder, TOKENS_SL, relaxation, MemoryBudget())
+            _, expected = gradients_of_whole_model(model, checkpoint, TOKENS_SL, relaxation)
+            differences.append(difference(own, expected) / float(expected.abs().max()))
+    except UnsupportedError as error:
+        return _reason(error, checkpoint.directory)
+    return max(differences)
+
+
+def ragged_units(checkpoint: AdaptedCheckpoint, kept: Mapping[int, list[int]]) -> dict[int, list[list[int]]]:
+    """Return the hidden units that stay: none of removed experts, and of the others as many as their layer keeps.
+
+    The kernels of transformers take rows of multiples of 16 bytes.
+    """
+    found: dict[int, list[list[int]]] = {}
+    for place, layer in enumerate(checkpoint.found.experts):
+        units = random_units(checkpoint, layer.width - 4 * (place % 3))[layer.index]
+        found[layer.index] = [own if expert in kept[layer.index] else [] for expert, own in enumerate(units)]
+    return found
+
+
+def ragged_units_difference(model: Any, checkpoint: AdaptedCheckpoint, path: Path) -> Cell:
+    """Return what `ragged_difference` returns, where layers also keep different numbers of hidden units of their experts."""
+    kept, whole = some_removed(checkpoint, is_ragged=True), logits_of(model)
+    units = ragged_units(checkpoint, kept)
+    path.mkdir()
+    try:
+        apply(units_plan(units, checkpoint.config.ffn_widths()), checkpoint, path)
+    except UnsupportedError as error:
+        return _reason(error, checkpoint.directory)
+    with masked(model, checkpoint, kept), without_units(model, checkpoint, units):
+        reference = logits_of(model)
+    assert difference(reference, whole) > 1e-3, "the model's logits do not depend on what is removed"
+    result = AdaptedCheckpoint(path)
+    assert result.config.ffn_widths() == {layer: tuple(len(each) for each in own if each) for layer, own in units.items()}
+    return max(difference(logits_of(remotely(path)), reference), difference(through_layers(result), reference))
+
+
 def _without_units(family: Family, model: Any, checkpoint: AdaptedCheckpoint, path: Path) -> Cell:
     """Return the largest difference of a logit of a model whose experts have half of their hidden units."""
     kept, whole = random_units(checkpoint, checkpoint.found.experts[0].width // 2), logits_of(model)
@@ -371,6 +429,6 @@ def _without_units(family: Family, model: Any, checkpoint: AdaptedCheckpoint, pa
     assert difference(reference, whole) > 1e-4, "the model's logits do not depend on the removed hidden units"
     narrowed = AdaptedCheckpoint(path / "narrowed")
     assert narrowed.found.experts[0].width == len(kept[checkpoint.found.experts[0].index][0])
-    return max(
-        difference(logits_of(loaded(family, path / "narrowed")), reference), difference(through_layers(narrowed), reference)
-    )
+    is_plain = BLOCKS_KEY not in narrowed.raw_config
+    made = loaded(family, path / "narrowed") if is_plain else remotely(path / "narrowed")
+    return max(difference(logits_of(made), reference), difference(through_layers(narrowed), reference))

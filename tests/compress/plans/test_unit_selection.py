@@ -37,6 +37,20 @@ def test_uniform_scope_keeps_the_same_width_in_every_expert() -> None:
     assert select_units(SCORES, 0.4, "uniform", 2) == select_units(SCORES, 0.5, "uniform", 2), "2.4 is nearest to 2"
 
 
+def test_experts_of_a_layer_keep_one_width() -> None:
+    """Mean scores by rank: 0.2, 0.3, 0.65, 0.75 in the first layer and 0.08, 0.135, 0.19, 0.575 in the other one."""
+    narrow = {0: [[0, 2, 3], [1, 2, 3]], 2: [[3], [3]]}
+    assert select_units(SCORES, 0.5, "global", 1, even=True) == narrow
+    assert select_units(SCORES, 0.3, "global", 2, even=True) == {0: [[0, 1, 2, 3]] * 2, 2: [[2, 3]] * 2}
+    assert select_units(SCORES, 0.5, "global", 2, even=True) == {0: [[0, 2], [2, 3]], 2: [[2, 3]] * 2}
+    assert select_units(SCORES, 0.25, "layer", 1, even=True) == {0: narrow[0], 2: [[1, 2, 3]] * 2}
+    assert select_units(SCORES, 0.25, "uniform", 1, even=True) == select_units(SCORES, 0.25, "uniform", 1)
+    more = {0: SCORES[0] * 2, 2: SCORES[2]}
+    assert select_units(more, 0.5, "global", 1, even=True) == {0: narrow[0] * 2, 2: narrow[2]}, (
+        "12 of 24 units leave: 6, 4, and not 4 more"
+    )
+
+
 def test_whole_experts_leave_only_where_that_is_allowed() -> None:
     low = {
         0: [torch.tensor([0.1, 0.2]), torch.tensor([0.5, 0.9])],

@@ -103,6 +103,26 @@ def run(*arguments: str, code: int = 0) -> Any:
 # Reading
 
 
+def test_a_cache_without_a_list_of_files_is_read_without_a_network(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases of huggingface_hub before lists of files were cached filled such caches."""
+    from huggingface_hub import constants
+
+    use(monkeypatch, "http://127.0.0.1:9", tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    place, commit = tmp_path / "cache" / "models--ada--tiny", "0" * 40
+    shutil.copytree(made / "sharded", place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    assert resolve(NAME) == place / "snapshots" / commit
+    forget()
+    (place / "snapshots" / commit / "ends.safetensors").unlink()
+    with pytest.raises(HubError, match="not all of the model is in the cache"):
+        resolve(NAME)
+    forget()
+
+
 def test_only_safetensors_json_and_tokenizer_files_are_fetched(made: Path, hub: Hub) -> None:
     files = {path.name: path.read_bytes() for path in (made / "sharded").iterdir()}
     others = "pytorch_model.bin training_args.bin modeling_tiny.py README.md consolidated.safetensors model.onnx"

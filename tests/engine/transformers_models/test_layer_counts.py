@@ -36,6 +36,7 @@ from engine.checkpoint.remote_code import check_loadable, is_ours
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.adapted_decoder import AdaptedDecoder
+from engine.transformers_models.layer_sizes import LayerSize
 from engine.transformers_models.transformers_model import load_decoder
 
 HANDFUL = others_slow(("exaone_moe", "gemma4", "qwen3_vl_moe", "dots1", "minimax_m2", "nemotron_h"), "gemma4")
@@ -182,16 +183,17 @@ def test_entries_that_do_not_fit_are_refused(stored: Any, tmp_path: Path, change
 def test_families_whose_layers_cannot_differ_are_refused_by_name(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, checkpoint, _ = stored
     counts = dict(zip(checkpoint.config.moe_layers, (4, 5, 4), strict=True))
-    checkpoint.check_counts(counts)
+    sizes = {layer: LayerSize(count, 16) for layer, count in counts.items()}
+    checkpoint.check_sizes(sizes)
     own = family_code._TEMPLATE.replace("_take_block(self", "_entry(config) or _take_block(self")
     monkeypatch.setattr(family_code, "_TEMPLATE", own)
     monkeypatch.setattr(family_code, "MODULES", "compressed_models_that_do_nothing")
     with pytest.raises(
         UnsupportedError,
         match=r"layers of a model of the family exaone_moe cannot have different numbers of experts "
-        r"\(model\.layers\.1\.mlp\..* does not follow the number of experts of its layer\); prune with --uniform",
+        r"\(model\.layers\.1\.mlp\..* does not follow the entry of its layer\); prune with --uniform",
     ):
-        checkpoint.check_counts(counts)
+        checkpoint.check_sizes(sizes)
 
 
 def test_layers_for_multi_token_prediction_have_a_note(stored: Any, tmp_path: Path) -> None:
