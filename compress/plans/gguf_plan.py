@@ -111,7 +111,8 @@ def _entries(model: GgufModel, source: DecoderConfig, result: DecoderConfig) -> 
     changed = {key: value for key, value in after.items() if before.get(key) != value}
     if model.prediction_layers:  # such layers are not read, so they are not written
         count, layers = (f"{model.family.architecture}.{key}" for key in ("nextn_predict_layers", "block_count"))
-        dropped, changed = dropped | {count}, changed | {layers: after[layers]}
+        lists = {key: after[key] for key, own in model.metadata.items() if isinstance(own, list) and key in after}
+        dropped, changed = dropped | {count}, changed | lists | {layers: after[layers]}
     file, entries = model.files[0], list[bytes]()
     for key in file.metadata:
         if key not in dropped:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; other commands need the checkpoint behind it"
 EMBEDDINGS = "model.embed_tokens.weight"
+_OF_OLDER_TOOLS = (".rotary_emb.inv_freq", ".masked_bias")
 
 
 class Checkpoint(ModelDirectory):
@@ -142,16 +143,12 @@ class Checkpoint(ModelDirectory):
                 problems.append(f"tensor {name} is {view.element}; weights quantized in this way are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         used |= {name for name in derived_tensors(self.config) if name in by_name}
-        extra = [name for name in by_name if name not in used and not self._is_ignorable(name)]
+        is_ignorable = _is_ignorable if self.gguf is None else self.gguf.is_ignorable
+        extra = [name for name in by_name if name not in used and not is_ignorable(name, self.config)]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
             more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
             raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {SAME_MODEL}")
-
-    def _is_ignorable(self, name: str) -> bool:
-        if self.gguf is None:
-            return _is_ignorable(name, self.config)
-        return self.gguf.is_unused(name, self.config) or self.gguf.is_constant(name, self.config)
 
     def stored(self, name: str, dtype: torch.dtype | None = None) -> Weight:
         """Return a tensor as stored: memory-mapped and read-only. Its pages stay resident until `release`.
@@ -399,7 +396,5 @@ def _is_ignorable(name: str, config: DecoderConfig) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers:
         return True
-    if is_prediction_tensor(config.architecture, name):
-        return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
-    return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))
+    return tied_copy or is_prediction_tensor(config.architecture, name) or name.endswith(_OF_OLDER_TOOLS)

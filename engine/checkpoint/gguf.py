@@ -153,9 +153,9 @@ class GgufModel:
         layer = re.match(r"blk\.(\d+)\.", name)
         return layer is not None and int(layer[1]) >= len(config.layers) and self.prediction_layers > 0
 
-    def is_constant(self, name: str, config: DecoderConfig) -> bool:
-        """Return whether a tensor says what the config says, and has no numbers of the model's own."""
-        return name in self.family.constants(config)
+    def is_ignorable(self, name: str, config: DecoderConfig) -> bool:
+        """Return whether a tensor is unused, or says what the config says and has no numbers of the model's own."""
+        return self.is_unused(name, config) or name in self.family.constants(config)
 
     def _numbers_of(self, name: str) -> tuple[float, ...]:
         """Return the numbers of a tensor that describes the model. Raises UnsupportedError unless it is in float32."""

@@ -13,12 +13,11 @@ from engine.families.attention import FULL, LINEAR
 from engine.families.config import DecoderConfig
 from engine.families.gguf_forms import AS_IT_IS, Form, HeadsInTurns, PartByPart, Places, Rate
 from engine.families.gguf_metadata import Facts
-from engine.families.gguf_parts import PARTIAL_ROTATION, Part
+from engine.families.gguf_parts import PARTIAL_ROTATION, Part, rotated_dimensions
 from engine.families.layer_config import GatedDeltaConfig, SplitGatedDeltaConfig
+from engine.files.json_file import shown
 
 _INTERVAL, _USUAL_INTERVAL = "full_attention_interval", 4
-_MOST_LAYERS = 10_000
-"""Layers that are listed; more are refused later."""
 _SECTIONS, _USUAL_SECTIONS = "rope.dimension_sections", [11, 11, 10]
 _QUERIES_KEYS_VALUES, _GATE, _TOGETHER = "attn_qkv.weight", "attn_gate.weight", "ssm_in.weight"
 
@@ -34,14 +33,13 @@ def _read_delta(facts: Facts) -> dict[str, Any]:
     facts.only("ssm.inner_size", heads * size)
     if not interval:
         raise CheckpointError(f"metadata: {facts.architecture}.{_INTERVAL} is 0; it must be at least 1")
-    layers = min(facts.size("block_count") - facts.size("nextn_predict_layers", 0), _MOST_LAYERS)
     return {
         "linear_key_head_dim": size,
         "linear_value_head_dim": size,
         "linear_num_key_heads": facts.size("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_conv_kernel_dim": facts.size("ssm.conv_kernel"),
-        "layer_types": [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)],
+        "layer_types": [LINEAR if (layer + 1) % interval else FULL for layer in facts.listed],
     }
 
 
@@ -68,20 +66,32 @@ def _write_delta(config: DecoderConfig) -> dict[str, Any]:
 
 def _read_sections(facts: Facts) -> dict[str, Any]:
     """Return the rotation, whose dimensions are divided among the coordinates of images; texts have one coordinate."""
-    time, height, width = (*facts.sizes(_SECTIONS), 0, 0, 0)[:3]
-    sections = {"mrope_section": [time, height, width], "mrope_interleaved": True}
+    found = facts.sizes(_SECTIONS)
+    own = found[:3] if found[3:] == [0] else found  # files have a fourth number, and some lack it
+    checked = _sections(own, rotated_dimensions(facts) // 2, f"metadata: {facts.architecture}.{_SECTIONS}")
+    sections = {"mrope_section": checked, "mrope_interleaved": True}
     return {"rope_parameters": PARTIAL_ROTATION.read(facts)["rope_parameters"] | sections}
 
 
 def _write_sections(config: DecoderConfig) -> dict[str, Any]:
-    """Return the rotation. Raises UnsupportedError if it leaves dimensions out, which llama.cpp does not rotate."""
-    sections = list(config.transformers_config.rope_parameters.get("mrope_section", _USUAL_SECTIONS))
-    if any(pair >= 3 * sections[pair % 3] for pair in range(config.rotary_dimension // 2)):
-        raise UnsupportedError(
-            f"its mrope_section {sections} leaves out some of {config.rotary_dimension // 2} rotated pairs, which llama.cpp "
-            "would not rotate"
-        )
+    """Return the rotation, and its sections."""
+    found = config.transformers_config.rope_parameters.get("mrope_section", _USUAL_SECTIONS)
+    sections = _sections(found, config.rotary_dimension // 2, "its mrope_section")
     return {**PARTIAL_ROTATION.write(config), _SECTIONS: [*sections, 0]}
+
+
+def _sections(found: Any, pairs: int, name: str) -> list[int]:
+    """Return how many pairs of dimensions each of three coordinates rotates, in turns: the first pair, the fourth, ….
+
+    Raises UnsupportedError for anything else, and where they leave pairs out, which llama.cpp does not rotate.
+    """
+    if not isinstance(found, list) or len(found) != 3 or any(type(each) is not int or each < 0 for each in found):
+        raise UnsupportedError(f"{name} is {shown(found)}; only three numbers of pairs of dimensions are read and written")
+    if any(len(range(first, pairs, 3)) > own for first, own in enumerate(found)):
+        raise UnsupportedError(
+            f"{name} {shown(found)} leaves out some of {pairs} rotated pairs, which llama.cpp would not rotate"
+        )
+    return found
 
 
 def delta_places(config: DecoderConfig, layer: int, has: Callable[[str], bool]) -> Places:

@@ -84,8 +84,8 @@ def _share(facts: Facts, size: int) -> float:
         raise CheckpointError(f"tensor {FREQUENCIES} is missing, or has not one number for each pair of {size} dimensions")
     factors = facts.numbers(FREQUENCIES)
     turned = len(list(takewhile(lambda factor: factor == _TURNED, factors)))
-    if any(factor < _STILL / 10 for factor in factors[turned:]):
-        raise UnsupportedError(f"tensor {FREQUENCIES} has {shown(factors[turned])}; numbers but 1 and 1e30 are not read")
+    if others := [factor for factor in factors[turned:] if not factor >= _STILL / 10]:  # NaN is among them
+        raise UnsupportedError(f"tensor {FREQUENCIES} has {shown(others[0])}; numbers but 1 and 1e30 are not read")
     return turned / max(len(factors), 1)
 
 

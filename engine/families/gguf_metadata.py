@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.checks import MAX_LIST
 from engine.files.json_file import shown
 
 ARCHITECTURE = "general.architecture"
 _FLOAT = struct.Struct("<f")
 _REQUIRED = object()
-MOST_LAYERS = 10_000
-"""Layers that are listed; models with more are refused later."""
 
 
 class Facts:
@@ -75,19 +74,34 @@ class Facts:
             raise CheckpointError(f"metadata: {whole} is {shown(values)}; it must be a list of numbers of things")
         return values
 
+    @property
+    def layers(self) -> int:
+        """Number of layers, without those for multi-token prediction."""
+        return self.size("block_count") - self.size("nextn_predict_layers", 0)
+
+    @property
+    def listed(self) -> range:
+        """Indices of the layers, for lists with an entry for each of them. Models with more are refused later."""
+        return range(min(self.layers, MAX_LIST))
+
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        """Lengths of lists by layer: with and without entries for multi-token prediction. llama.cpp asks for either."""
+        return self.size("block_count"), len(self.listed)
+
     def by_layer(self, key: str) -> list[int]:
         """Return a number of things for each layer, which the file says once or in a list.
 
         Layers for multi-token prediction are left out. Raises CheckpointError for anything else.
         """
-        layers, predicting = min(self.size("block_count"), MOST_LAYERS), self.size("nextn_predict_layers", 0)
+        layers = len(self.listed)
         is_list = isinstance(self.metadata.get(f"{self.architecture}.{key}"), list)
         found = self.sizes(key) if is_list else [self.size(key)] * layers
-        if len(found) != layers:
+        if len(found) not in self._lengths:
             raise CheckpointError(
                 f"metadata: {self.architecture}.{key} has {len(found)} numbers, and the model has {layers} layers"
             )
-        return found[: max(layers - predicting, 0)]
+        return found[:layers]
 
     def shared(self, key: str) -> int:
         """Return the number of things that all layers which have any share, as `by_layer` returns them."""
@@ -103,13 +117,16 @@ class Facts:
         return found[0]
 
     def flags(self, key: str) -> list[bool]:
-        """Return a flag for each layer. Raises CheckpointError for anything else."""
-        whole, layers = f"{self.architecture}.{key}", min(self.size("block_count"), MOST_LAYERS)
+        """Return a flag for each layer. Raises CheckpointError for anything else.
+
+        Layers for multi-token prediction are left out.
+        """
+        whole = f"{self.architecture}.{key}"
         self._read.add(whole)
         found = self.metadata.get(whole)
-        if not isinstance(found, list) or len(found) != layers or any(type(each) is not bool for each in found):
+        if not isinstance(found, list) or len(found) not in self._lengths or any(type(each) is not bool for each in found):
             raise CheckpointError(f"metadata: {whole} is {shown(found)}; it must be a list with a flag for each layer")
-        return found
+        return found[: len(self.listed)]
 
     def only(self, key: str, *allowed: Any) -> None:
         """Raise UnsupportedError if the file has the key with another value than these."""

@@ -45,7 +45,7 @@ def read_outline(facts: Facts, epsilon: str = "rms_norm_eps") -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "hidden_size": facts.size("embedding_length"),
-        "num_hidden_layers": facts.size("block_count") - facts.size("nextn_predict_layers", 0),
+        "num_hidden_layers": facts.layers,
         "num_attention_heads": facts.size("attention.head_count"),
         "max_position_embeddings": facts.size("context_length"),
         epsilon: facts.value("attention.layer_norm_rms_epsilon"),
@@ -87,9 +87,13 @@ def _read_rotation(facts: Facts) -> dict[str, Any]:
 
 
 def _read_partial_rotation(facts: Facts) -> dict[str, Any]:
-    head = _head_dimension(facts)
-    share = facts.size("rope.dimension_count", head) / max(head, 1)
+    share = rotated_dimensions(facts) / max(_head_dimension(facts), 1)
     return {"rope_parameters": _read_parameters(facts) | {"partial_rotary_factor": share}}
+
+
+def rotated_dimensions(facts: Facts) -> int:
+    """Return the number of a head's dimensions that are rotated."""
+    return facts.size("rope.dimension_count", _head_dimension(facts))
 
 
 def _write_rotation(config: DecoderConfig) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from artifacts_for_tests import CALIBRATION, make_workplace
 from click.testing import CliRunner
+from conftest import save_reference
+from gguf_models_for_tests import DELTA_SIZES
 
 import cli
 from calibrate.batches import calibration_texts
@@ -103,6 +105,17 @@ def test_experts_without_a_token_have_zeros(workplace: Path, tmp_path: Path) -> 
     write_imatrix(tmp_path / "m.gguf", description, {down.sources[1]: torch.ones(256)}, {down.sources[1]: 5}, "a", 1, 7)
     tensors = {tensor.name: tensor.data.tolist() for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert tensors == {f"{down.name}.in_sum2": [[0] * 256, [1] * 256, [0] * 256], f"{down.name}.counts": [[0], [5], [0]]}
+
+
+def test_sums_are_in_the_order_of_stored_columns(tmp_path: Path) -> None:
+    """Files of Qwen3.5 have every first head of a key head's values before every second one; the model, by key head."""
+    save_reference("qwen3_5_moe_text", tmp_path / "model", **DELTA_SIZES["qwen3_5_moe_text"])
+    description, sums_I = described(Checkpoint(tmp_path / "model").config), torch.arange(32.0)
+    write_imatrix(tmp_path / "i.gguf", description, {"model.layers.0.linear_attn.out_proj.weight": sums_I}, {}, "a", 1, 7)
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
+    key_heads, heads, size = 2, 2, 8
+    order = [(key * heads + head) * size + row for head in range(heads) for key in range(key_heads) for row in range(size)]
+    assert tensors["blk.0.ssm_out.weight.in_sum2"].tolist() == [order]
 
 
 def test_absorbed_keys_and_values_are_left_out(tmp_path: Path) -> None:

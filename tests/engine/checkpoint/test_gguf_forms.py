@@ -222,6 +222,9 @@ REFUSED: list[tuple[str, dict[str, Any], type[CompressError], str]] = [
     ("qwen3_next", {"attention.recurrent_layers": [True]}, UnsupportedError, "recurrent_layers"),
     ("qwen3_5_moe_text", {"rope.dimension_sections": None}, CheckpointError, "dimension_sections is"),
     ("qwen3_5_moe_text", {"rope.dimension_sections": 4}, CheckpointError, "list of numbers of things"),
+    ("qwen3_5_moe_text", {"rope.dimension_sections": [2, 1]}, UnsupportedError, r"sections is \[2, 1\]; only three"),
+    ("qwen3_5_moe_text", {"rope.dimension_sections": [2, 1, 1, 1]}, UnsupportedError, "only three numbers of pairs"),
+    ("qwen3_5_moe_text", {"rope.dimension_sections": [2, 0, 1, 0]}, UnsupportedError, "out some of 4 rotated pairs"),
     ("glm4_moe_lite", {"leading_dense_block_count": 0}, CheckpointError, "is missing"),
     ("glm4_moe_lite", {"expert_gating_func": 1}, UnsupportedError, "gating"),
 ]
@@ -248,12 +251,16 @@ def test_a_part_of_another_shape_is_named(tmp_path: Path) -> None:
 
 UNSAID: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"linear_value_head_dim": 12}, "8 dimensions of keys and 12 of values"),
-    ("qwen3_next", {"mlp_only_layers": [2]}, "layers"),
+    ("qwen3_next", {"mlp_only_layers": [2]}, r"its layers\[2\]\.moe;"),
     ("qwen3_next", {"norm_topk_prob": False}, "normalise_top_k"),
-    ("qwen3_next", {"attention_bias": True}, "bias"),
-    ("qwen3_next", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "layers"),
+    ("qwen3_next", {"attention_bias": True}, "its qkv_bias;"),
+    ("qwen3_next", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, r"its layers\[1\]\.linear;"),
     ("qwen3_5_moe_text", {"rope_parameters": {"mrope_section": [2, 0, 1]}}, "leaves out some of 4 rotated pairs"),
-    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "layers"),
+    *(
+        ("qwen3_5_moe_text", {"rope_parameters": {"mrope_section": wrong}}, "its mrope_section is .*; only three numbers")
+        for wrong in ([11], [2, 1, 1, 0], [2, -1, 1], [2, 1.0, 1], None)
+    ),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, r"its layers\[1\]\.moe;"),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 from conftest import others_slow, save_reference
 from family_matrix import own_logits
 from gguf_for_tests import write_gguf
-from gguf_hybrids_for_tests import HYBRID_SIZES
+from gguf_hybrids_for_tests import HYBRID_ARCHITECTURES, HYBRID_SIZES
 from gguf_models_for_tests import gguf_metadata, gguf_tensors, save_gguf
 
 from compress.export.gguf import export_gguf
@@ -128,6 +128,25 @@ def test_stacks_of_gate_and_up_together_are_read(tmp_path: Path) -> None:
     assert torch.equal(own_logits(read), own_logits(own))
 
 
+@pytest.mark.parametrize("has_entries", [False, True])
+@pytest.mark.parametrize("family", [LFM2, GEMMA, GLM5])
+def test_lists_may_have_entries_for_layers_for_prediction(
+    family: str, has_entries: bool, models: dict[str, Checkpoint], tmp_path: Path
+) -> None:
+    """GLM-5's list of indexers has none for them, and lists of heads have. Pruned files lack these layers."""
+    own, said = models[family], gguf_metadata(models[family])
+    lists = {key: value for key, value in said.items() if isinstance(value, list)}
+    layers, name = len(own.config.layers), HYBRID_ARCHITECTURES[family]
+    said |= {f"{name}.block_count": layers + 1, f"{name}.nextn_predict_layers": 1}
+    said |= {key: [*value, value[-1]] for key, value in lists.items() if has_entries}
+    tensors = gguf_tensors(own) | {f"blk.{layers}.nextn.eh_proj.weight": torch.zeros(4, 4)}
+    read = Checkpoint(write_gguf(tmp_path / "m.gguf", said, tensors))
+    assert read.prediction_layers == 1 and torch.equal(own_logits(read), own_logits(own))
+    plan = pruning_plan(dict.fromkeys(read.config.moe_layers, range(0, read.config.experts_per_layer[0], 2)))
+    result = write_planned(planned_file(plan, read), read, tmp_path / "out.gguf")
+    assert result.gguf is not None and lists and {key: result.gguf.metadata[key] for key in lists} == lists
+
+
 REFUSED: list[tuple[str, dict[str, Any], type[CompressError], str]] = [
     (LFM2, {"attention.head_count_kv": [0, 2]}, CheckpointError, "head_count_kv has 2 numbers, and the model has 3 layers"),
     (LFM2, {"attention.head_count_kv": [0, 0, 0]}, CheckpointError, "is 0 in every layer"),
@@ -161,6 +180,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[CompressError], str]] = [
     (GEMMA, {"attention.key_length": 32}, UnsupportedError, "value_length"),
     (GEMMA, {"rope.dimension_count_swa": 4}, UnsupportedError, "dimension_count_swa"),
     (GEMMA, {"rope.freq_base_swa": None}, CheckpointError, "freq_base_swa is missing"),
+    (GEMMA, {"nextn_predict_layers": 1}, CheckpointError, "attn_q.weight has shape"),
     (GLM5, {"attention.indexer.head_count": None}, CheckpointError, "indexer.head_count is missing"),
     (GLM5, {"attention.indexer.key_length": 16}, CheckpointError, "shape"),
     (GLM5, {"attention.indexer.types": [True, False]}, CheckpointError, "a flag for each layer"),
@@ -195,6 +215,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
         (None, "rope_freqs.weight is missing"),
         (torch.ones(4), "rope_freqs.weight is missing, or has not one number for each pair of 16"),
         (torch.full((8,), 2.0), "has 2.0; numbers but 1 and 1e30"),
+        (torch.tensor([1.0, 1e30, *[torch.nan] * 6]), "has nan; numbers but 1 and 1e30"),
         (torch.ones(8).half(), "is F16, and is read in F32 only"),
     ],
 )
