@@ -3,7 +3,7 @@
     python benchmarks/published.py MODEL --data TEXT --tasks hellaswag,arc_easy,winogrande
     python benchmarks/published.py Qwen/Qwen3-30B-A3B --data TEXT --plan
 
-MODEL is a directory, a GGUF file or the id of a checkpoint on the hub. Each method prunes it at each sparsity. The whole
+MODEL is a directory or the id of a checkpoint on the hub. Each method prunes it at each sparsity. The whole
 model and every result are measured in turn: perplexity on the half of the held-out text that nothing was chosen on, tasks of
 lm-evaluation-harness, tokens/s and memory. A result is removed once it is measured (`--keep` keeps it), so that the disk
 holds one beside the model. The page starts with what `compress plan-run` says: hours and memory. `--plan` stops there.
@@ -23,9 +23,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from results import BUILD, NOT_POSSIBLE_HERE, ROOT, markdown, record, remember, remembered
+from results import BUILD, ROOT, markdown, record, remember, remembered
 
 from compress.methods import METHODS
+from engine.files.gguf_file import is_gguf
 
 WHOLE = "whole model"
 METHODS_TRIED = ("frequency", "reap", "naee", "fisher", "unit-magnitude", "unit-obs")
@@ -50,9 +51,9 @@ class Protocol:
     """The steps of one run, and what those that have ended said."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.model: str = arguments.model
-        self.output: Path = arguments.output or BUILD / "published" / Path(arguments.model).name
-        self.tasks: str | None = arguments.tasks
+        self.model = absolute(arguments.model)
+        self.output: Path = (arguments.output or BUILD / "published" / Path(arguments.model).name).resolve()
+        self.tasks = None if arguments.tasks is None else ",".join(map(absolute, arguments.tasks.split(",")))
         self.keep: bool = arguments.keep
         self.speed = ["-p", str(arguments.prompt_tokens), "-n", str(arguments.generated_tokens)]
         self.speed += ["-r", str(arguments.repetitions)]
@@ -61,7 +62,7 @@ class Protocol:
         self.sizes = ["--samples", str(arguments.samples)]
         if arguments.sequence_length is not None:
             self.sizes += ["--sequence-length", str(arguments.sequence_length)]
-        self.text = ["--data", arguments.data, *self.sizes]
+        self.text = ["--data", absolute(arguments.data), *self.sizes]
         self.results = list(results_of(arguments.methods, arguments.sparsity))
         self.file = self.output / "steps.jsonl"
         self.said: dict[tuple[str, str], dict[str, Any]] = {}
@@ -70,10 +71,9 @@ class Protocol:
     def _begin(self, asked: dict[str, Any]) -> None:
         """Read the steps that an interrupted run has finished. Ends the script if that run was asked for something else."""
         asked = {key: str(value) for key, value in asked.items() if key not in ("output", "keep", "plan")}
+        self.first: dict[str, Any] = {"asked": asked, "record": record()}
         lines = remembered(self.file)
-        if not lines:
-            remember(self.file, {"asked": asked, "record": record()})
-        elif lines[0]["asked"] != asked:
+        if lines and lines[0]["asked"] != asked:
             sys.exit(f"{self.file}: belongs to a run with other arguments; give another --output")
         self.said = {(line["row"], line["step"]): line["figures"] for line in lines[1:]}
 
@@ -85,7 +85,10 @@ class Protocol:
             if done.returncode:
                 sys.exit(f"{row}: {step} failed; the command was: compress {' '.join(command)}")
             self.said[row, step] = json.loads(done.stdout.splitlines()[-1])
-            remember(self.file, {"row": row, "step": step, "figures": self.said[row, step]})
+            if not self.file.exists():
+                remember(self.file, self.first)
+            commit = self.first["record"]["commit"]
+            remember(self.file, {"row": row, "step": step, "commit": commit, "figures": self.said[row, step]})
             (self.output / "README.md").write_text(self.page())
         return self.said[row, step]
 
@@ -126,9 +129,10 @@ class Protocol:
 
     def page(self) -> str:
         """Return the page of the steps that have ended."""
-        made = remembered(self.file)[0]["record"]
-        machine, name = made["machine"], self.model.removeprefix(str(ROOT) + "/")
-        where = f"{machine['processor']}, {machine['cores']} cores, on {made['date']} at {made['commit']}"
+        first, *steps = remembered(self.file) or [self.first]
+        machine, name = first["record"]["machine"], self.model.removeprefix(str(ROOT) + "/")
+        commits = ", ".join(dict.fromkeys(step["commit"] for step in steps))
+        where = f"{machine['processor']}, {machine['cores']} cores, begun on {first['record']['date']}, at {commits}"
         return f"# {name}, pruned\n\n{where}.\n\n## The run\n\n{self.plan_table()}\n## Results\n\n{self.results_table()}"
 
     def plan_table(self) -> str:
@@ -170,6 +174,11 @@ def results_of(methods: Sequence[str], sparsities: Sequence[float]) -> Iterator[
                 yield Result(method, sparsity, is_uniform=True)
 
 
+def absolute(name: str) -> str:
+    """Return the absolute path of a file or directory that exists, and any other name as it is: commands run elsewhere."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
 def accuracy(scores: dict[str, float] | None) -> str:
     """Return a task's first figure with its standard error: of accuracies in percent, the normalized one if there is one."""
     if not scores:
@@ -181,10 +190,10 @@ def accuracy(scores: dict[str, float] | None) -> str:
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments. Ends the script with the status for "not possible here" if no model is named."""
+    """Return the arguments. Ends the script for those that cannot be met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", help="a directory, a GGUF file or the id of a checkpoint on the hub")
-    parser.add_argument("--data", help="text of calibration and perplexity, as for compress prune")
+    parser.add_argument("model", help="a directory or the id of a checkpoint on the hub")
+    parser.add_argument("--data", required=True, help="text of calibration and perplexity, as for compress prune")
     parser.add_argument("--tasks", help="of lm-evaluation-harness: names or YAML files, separated by commas")
     parser.add_argument("--limit", type=int, help="examples of each task; by default all")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS_TRIED))
@@ -199,11 +208,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep every result")
     parser.add_argument("--plan", action="store_true", help="only say the hours and the memory that the run needs")
     arguments = parser.parse_args(words)
-    if arguments.model is None:
-        print("no MODEL is named", file=sys.stderr)
-        sys.exit(NOT_POSSIBLE_HERE)
-    if arguments.data is None:
-        parser.error("give the text of calibration and perplexity with --data")
+    if is_gguf(Path(arguments.model)):
+        parser.error("the results of a GGUF file would have other types than its own; give a directory or an id on the hub")
     if unknown := set(arguments.methods) - METHODS.keys():
         parser.error(f"no method is named {', '.join(sorted(unknown))}; methods are {', '.join(METHODS)}")
     return arguments

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx2
 from engine_speed import transformers_version
-from results import ROOT, markdown, save
+from results import ROOT, markdown, save, times
 from vllm_agreement import version as vllm_version
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -148,9 +148,12 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:
-    """Return how many times the throughput of one request at a time eight give."""
+    """Return how many times the throughput of one request at a time eight give, and ours of vLLM's by requests at a time."""
     ours = {int(count): statistics.median(rates) for count, rates in figures["rates"][OURS].items()}
-    return {"eight": f"{ours[8] / ours[1]:.1f}"}
+    found = {"eight": f"{ours[8] / ours[1]:.1f}"}
+    for count, rates in figures["rates"].get(VLLM, {}).items():
+        found[f"vllm_{count}"] = times(ours[int(count)] / statistics.median(rates), figures["rates"][OURS][count], rates)
+    return found
 
 
 TABLES = {"serving_peers": table}

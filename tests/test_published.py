@@ -12,7 +12,7 @@ from typing import Any
 import published
 import pytest
 from published import Protocol, accuracy, parsed
-from results import NOT_POSSIBLE_HERE, ROOT
+from results import ROOT
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 PERPLEXITY = {"value": 20.0, "value_stderr": 0.5}
@@ -82,10 +82,20 @@ def test_a_run_goes_on_with_the_first_step_that_has_not_ended(tmp_path: Path, mo
         Protocol(parsed(arguments(tmp_path, "--samples", "64")))
 
 
-def test_a_run_without_a_model_is_not_possible() -> None:
-    with pytest.raises(SystemExit) as ended:
-        parsed([])
-    assert ended.value.code == NOT_POSSIBLE_HERE
+def test_files_of_quantized_blocks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(["model.gguf", "--data", "text"])
+    assert "give a directory or an id on the hub" in capsys.readouterr().err
+
+
+def test_paths_are_those_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "text", "task.yaml"):
+        Path(name).touch()
+    words = ["model", "--data", "text", "--tasks", "task.yaml,arc", "-o", "made"]
+    protocol = Protocol(parsed(words))
+    assert protocol.model == str(tmp_path / "model") and protocol.text[1] == str(tmp_path / "text")
+    assert protocol.tasks == f"{tmp_path / 'task.yaml'},arc" and protocol.output == tmp_path / "made"
 
 
 def test_a_task_shows_its_normalized_accuracy() -> None:
@@ -118,5 +128,5 @@ def test_the_protocol_runs_on_a_model_in_the_hub_s_layout(tmp_path: Path) -> Non
     rows = [line.split(" | ")[0] for line in done.stdout.partition("## Results")[2].strip().splitlines()[2:]]
     assert rows == ["| whole model", "| reap-0.5", "| unit-magnitude-0.5", "| unit-magnitude-uniform-0.5"]
     assert "–" not in done.stdout.partition("## Results")[2]
-    with pytest.raises(subprocess.CalledProcessError):
-        subprocess.run([*script, "--limit", "3"], env=environment, capture_output=True, check=True)
+    other = subprocess.run([*script, "--limit", "3"], env=environment, capture_output=True, text=True)
+    assert other.returncode and "belongs to a run with other arguments" in other.stderr

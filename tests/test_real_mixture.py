@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from real_mixture import balanced_clusters, copied_tensors, mixture_config, moments, routers, split_tensors
+from real_mixture import (
+    RIDGE,
+    balanced_clusters,
+    copied_tensors,
+    mixture_config,
+    moments,
+    refit,
+    routers,
+    split_tensors,
+    weighted_units,
+)
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.model import Decoder
+from engine.decoder.model import Decoder, embedded
+from engine.decoder.routing import Selection
 from engine.errors import OptionError, UnsupportedError
 from engine.families.resolve import decoder_config
 from engine.families.tensor_shapes import expected_tensors
+from engine.passes.streaming import layer_positions
 
 EXPERTS, TOP_K, WIDTH = 4, 2, 24
 TOKENS_SL = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -48,6 +61,40 @@ def test_all_experts_of_a_split_network_are_the_dense_network(dense: Checkpoint)
     split = logits(dense, raw, dict(split_tensors(dense, decoder_config(raw), clusters, undecided)))
     with torch.inference_mode():
         assert (split - decoder(TOKENS_SL)).abs().max() < 1e-5
+
+
+def test_the_refit_is_the_least_squares_solution_on_the_mixtures_own_states(dense: Checkpoint) -> None:
+    """The first layer is compared with numpy's lstsq on rows for the ridge; every layer's error falls."""
+    decoder = Decoder(dense.config, dense.source(torch.float32))
+    found = moments(decoder, TOKENS_SL)
+    clusters = {layer: balanced_clusters(own.together_FF, EXPERTS) for layer, own in found.items()}
+    raw = mixture_config(dense, EXPERTS, TOP_K, WIDTH // EXPERTS)
+    blocks = dict(split_tensors(dense, decoder_config(raw), clusters, routers(decoder, TOKENS_SL, found, clusters)))
+
+    def mixture() -> Decoder:
+        return Decoder(decoder_config(raw), lambda name: blocks[name].clone() if name in blocks else dense.tensor(name))
+
+    before, after = mixture(), mixture()
+    positions = layer_positions(dense, TOKENS_SL, torch.float32, "cpu")
+    with torch.no_grad():
+        x_SLD = embedded(dense.config, TOKENS_SL, decoder.embedding_VD)
+        block = before.layers[0].feed_forward
+        seen: list[tuple[Tensor, Selection]] = []
+        block.observer = lambda x_TD, _, selection: seen.append((x_TD, selection))
+        lacks_TD = (decoder.layers[0](x_SLD, positions) - before.layers[0](x_SLD, positions)).flatten(0, 1).double()
+        a_TF = weighted_units(block, *seen[0]).double()
+        ridge = RIDGE * a_TF.square().sum(dim=0).mean()
+        rows = torch.cat([a_TF, ridge.sqrt() * torch.eye(WIDTH).double()])
+        goal = torch.cat([lacks_TD, torch.zeros(WIDTH, lacks_TD.shape[1]).double()])
+        wanted_FD = torch.from_numpy(numpy.linalg.lstsq(rows.numpy(), goal.numpy(), rcond=None)[0])
+        (_, downs), *_ = list(refit(decoder, after, TOKENS_SL, positions))
+    was_DF = torch.cat([expert.down_DF.data for expert in block.experts], dim=1)
+    assert (torch.cat(downs, dim=1) - was_DF - wanted_FD.T).abs().max() < 1e-4 * was_DF.abs().max()
+    with torch.inference_mode():
+        full, errors = decoder.hidden_states(TOKENS_SL), []
+        for each in (before, after):
+            errors.append((each.hidden_states(TOKENS_SL) - full).square().mean())
+    assert errors[1] < errors[0]
 
 
 def test_copies_compute_the_dense_model(dense: Checkpoint) -> None:

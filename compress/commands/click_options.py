@@ -91,7 +91,7 @@ def parameter(leaf: Leaf) -> click.Parameter:
             **settings,
         )
     settings |= {"multiple": row.several == "repeated", "envvar": row.envvar, "show_envvar": row.envvar is not None}
-    if row.several is None and row.metavar is not None:
+    if row.several != "commas" and row.metavar is not None:
         settings["metavar"] = row.metavar
     if not is_required and default not in (None, ()):
         settings |= {"default": default, "show_default": row.unset is None}

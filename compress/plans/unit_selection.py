@@ -4,8 +4,9 @@ it is included, the FFN that every token uses (DecoderConfig.ffn_widths).
 All units of one width cost the same bytes, so the budget is a share of units. Units leave in blocks of `multiple`, the
 cheapest of an FFN first, so that every width that stays is a multiple. Scope "global" ranks the blocks of all layers
 together by their mean score, "layer" those of each layer, and "uniform" keeps the same number of units in every expert, in
-every shared expert and in every dense FFN: a plain checkpoint. Where the experts of a layer must have one width (`even`), a
-block of each leaves together with those of the same rank in the layer's other experts.
+every shared expert and in every dense FFN: a plain checkpoint, unless the family's config cannot say that width. Where the
+experts of a layer must have one width (`even`), a block of each leaves together with those of the same rank in the layer's
+other experts.
 
 Shape suffixes: F expert width.
 """

@@ -20,7 +20,7 @@ from engine.passes.memory_budget import resident_memory_bytes
 
 PREFILL_CHUNK = 256
 """Number of prompt tokens read in one step."""
-MOST_IMAGE_BYTES = 2 << 30
+MOST_HELD_BYTES = 2 << 30
 """Limit on the inputs of images that all requests together hold."""
 RATE_SECONDS = 5
 """Window in seconds for the rate of tokens per second."""
@@ -97,8 +97,9 @@ class EngineLoop:
         """Raise BusyError if the inputs of images of all requests would be too large. Choices of one answer share theirs."""
         if not request.images:
             return
-        held = {id(each.images): each.image_bytes for each in (request, *(state.request for state in self._states.values()))}
-        if len(held) > 1 and sum(held.values()) > MOST_IMAGE_BYTES:
+        others = {id(own.images): own.image_bytes for state in self._states.values() if (own := state.request).images}
+        others.pop(id(request.images), None)
+        if others and sum(others.values()) + request.image_bytes > MOST_HELD_BYTES:
             raise BusyError("too many images are waiting for their answers; try again later")
 
     def cancel(self, number: int) -> None:

@@ -9,6 +9,7 @@ Shape suffixes: B sequences, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -235,9 +236,21 @@ class Scheduler:
         if step.decoding:
             results.append((step.decoding, self.runner.decode(step.decoding)))
         for state, end in step.reading:
-            if (logits_1V := self.runner.read(state, end)) is not None:
+            logits_1V = self._read(state, end)
+            if logits_1V is not None:
                 results.append(([state], logits_1V))
         return results
+
+    def _read(self, state: RequestState, end: int) -> Tensor | None:
+        """Read a piece of a prompt. Models raise many kinds for images that do not fit; only that request ends then."""
+        try:
+            return self.runner.read(state, end)
+        except Exception as error:
+            if not state.request.images:
+                raise
+            logging.getLogger(__name__).exception("the model cannot read a prompt with images; its request ends")
+            self._end_in_doubt(state, described_error(error))
+            return None
 
     def _postprocess(self, results: list[tuple[list[RequestState], Tensor]]) -> None:
         """Choose tokens, send updates, and release sequences that have ended."""

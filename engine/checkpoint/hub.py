@@ -13,7 +13,7 @@ import glob
 import re
 import struct
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -84,10 +84,7 @@ def fetch(model: str, layers: frozenset[int] | None = None) -> Path:
     with explained(model):
         directory = _snapshot(repository, revision, _SMALL)
         listed = _listed(repository, directory)
-        wanted = _wanted(model, directory, listed, layers)
-        if not listed and all((directory / name).exists() for name in wanted if name not in _BESIDE_WEIGHTS):
-            return directory  # a cache that an older release of huggingface_hub filled, without a network
-        return _snapshot(repository, directory.name, map(glob.escape, wanted))
+        return _snapshot(repository, directory.name, map(glob.escape, _wanted(model, directory, listed, layers)))
 
 
 @functools.cache
@@ -135,20 +132,27 @@ def _draw(repository: str, source: Path, directory: Path) -> frozenset[str]:
 
 
 def _snapshot(repository: str, revision: str | None, patterns: Collection[str] | Iterator[str]) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, is_offline_mode, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    patterns = list(patterns)
     fetched = functools.partial(
-        snapshot_download, repository, revision=revision, allow_patterns=list(patterns), ignore_patterns="*/*"
+        snapshot_download, repository, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
     )
     if revision is not None and _COMMIT.fullmatch(revision):
         # huggingface_hub would first query a commit in several threads, which lose their errors.
         with suppress(LocalEntryNotFoundError):
             directory = Path(fetched(local_files_only=True))
-            if _listed(repository, directory):
+            if _listed(repository, directory) or (is_offline_mode() and _has_weights(directory, patterns)):
                 return directory
         HfApi().model_info(repository, revision=revision)  # raises the error once, in this thread
     return Path(fetched())
+
+
+def _has_weights(directory: Path, patterns: Iterable[str]) -> bool:
+    """Return whether a snapshot has the named weights, for caches without a list of files, which older releases filled."""
+    wanted = (name for name in patterns if name.endswith(".safetensors") and name not in _BESIDE_WEIGHTS)
+    return all((directory / name).exists() for name in wanted)
 
 
 def _listed(repository: str, directory: Path) -> dict[str, RepoFile]:

@@ -18,7 +18,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_IMAGES = 16
 """Limit on the images of one prompt."""
 MOST_FILE_BYTES = 50_000_000
-MOST_PIXELS = 50_000_000
+MOST_PIXELS = 16_000_000
 """Limit on the pixels of all images of one prompt together. They are held as 3 bytes each."""
 EXTRA = "images need Pillow; install it with `pip install 'moe-compress[images]'`"
 

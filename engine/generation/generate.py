@@ -231,8 +231,9 @@ class Engine:
             if self.image_reader is None:
                 self.open_images()
         except CompressError as error:
-            directory = str(self.checkpoint.directory)
-            return str(error).removeprefix(f"{directory}: ").replace(f"{directory}/", "")
+            directory = self.checkpoint.directory
+            reason = str(error).removeprefix(f"{directory}: ").replace(f"{directory}/", "")
+            return reason.replace(str(directory), directory.name)
         return None
 
     def prepare(self) -> None:

@@ -104,6 +104,8 @@ class BodyReader:
         """Import the modules that the first conversation needs."""
         if self._settings.tokenizer.chat_template is not None:
             import transformers.utils.chat_template_utils  # noqa: F401
+        if self._images is not None:
+            self._images.prepare()
 
     def read(self, path: str, data: bytes) -> Read | dict[str, Any]:
         """Return the content of a completion body, or the complete answer to another body.
@@ -329,6 +331,9 @@ def _image_reader(settings: ReadingSettings) -> ImageReader | None:
     """Return the model's processor of images; None for a model that reads text only."""
     if settings.images_refusal is not None:
         return None
+    import torch
+
     from engine.transformers_models.image_reader import ImageReader
 
+    torch.set_num_threads(1)  # the others belong to the model
     return ImageReader(Path(settings.tokenizer.directory), settings.tokenizer.vocabulary)

@@ -16,7 +16,7 @@ from engine.files.image_file import MOST_IMAGES
 from engine.server.errors import ApiError
 
 PARAM = "messages"
-MOST_IMAGE_BYTES = 5_000_000
+MOST_SENT_BYTES = 5_000_000
 """Limit on the file of one image, decoded from base64."""
 _DATA = re.compile(r"data:image/(png|jpeg|jpg|webp|gif);base64,", re.IGNORECASE)
 ONLY_DATA = (
@@ -40,31 +40,31 @@ def _content(url: str) -> bytes:
     if found is None:
         raise ApiError(400, ONLY_DATA, param=PARAM)
     size = (len(url) - found.end()) // 4 * 3 - url[-2:].count("=")
-    if size > MOST_IMAGE_BYTES:
-        raise ApiError(400, f"an image is larger than {MOST_IMAGE_BYTES} bytes, the limit; send a smaller one", param=PARAM)
+    if size > MOST_SENT_BYTES:
+        raise ApiError(400, f"an image is larger than {MOST_SENT_BYTES} bytes, the limit; send a smaller one", param=PARAM)
     try:
         return base64.b64decode(url[found.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise ApiError(400, "an image's url is not valid base64; encode the whole file", param=PARAM) from error
 
 
-def packed(inputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bytes]:
-    """Return the names, dtypes and shapes of tensors, and their bytes one after the other."""
+def packed(inputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[memoryview]]:
+    """Return the names, dtypes and shapes of tensors, and the memory of each. Pixels are large, and are not copied."""
     arrays = {name: tensor.contiguous().numpy() for name, tensor in inputs.items()}
     rows = [{"name": name, "dtype": str(array.dtype), "shape": list(array.shape)} for name, array in arrays.items()]
-    return rows, b"".join(array.tobytes() for array in arrays.values())
+    return rows, [memoryview(array.reshape(-1).view("u1")) for array in arrays.values()]
 
 
-def unpacked(rows: Iterable[Mapping[str, Any]], data: bytes) -> dict[str, Any]:
-    """Return the tensors that `packed` wrote."""
+def unpacked(rows: Iterable[Mapping[str, Any]], data: memoryview) -> dict[str, Any]:
+    """Return the tensors that `packed` described; their values follow each other in the data, and are not copied."""
     import numpy as np
     import torch
 
     found, start = {}, 0
     for row in rows:
         dtype, shape = np.dtype(row["dtype"]), tuple(row["shape"])
-        size = dtype.itemsize * int(np.prod(shape))
-        array = np.frombuffer(data, dtype, count=size // dtype.itemsize, offset=start)
-        found[row["name"]] = torch.from_numpy(array.reshape(shape).copy())
-        start += size
+        count = int(np.prod(shape))
+        array = np.frombuffer(data, dtype, count, start).reshape(shape)
+        found[row["name"]] = torch.from_numpy(array if array.flags.aligned and array.flags.writeable else array.copy())
+        start += count * dtype.itemsize
     return found

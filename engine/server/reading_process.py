@@ -23,16 +23,19 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import is_panic
 from engine.generation.worker import package_path, python_module
 from engine.server.errors import ApiError
 from engine.server.image_parts import packed
+
+if TYPE_CHECKING:
+    from engine.server.body_reader import Read
 
 MEMORY_BYTES = 2_000_000_000
 """Additional address space that reading may use after the process is ready."""
@@ -41,7 +44,10 @@ START_SECONDS = 60
 _LENGTHS = struct.Struct("<QQ")
 _TOKEN = "i"
 _PR_SET_PDEATHSIG = 1
-Frame = tuple[dict[str, Any], bytes]
+Data = bytes | bytearray | memoryview
+Frame = tuple[dict[str, Any], Data]
+Reply = tuple[dict[str, Any], Sequence[Data]]
+"""A frame before it is sent, its data in parts."""
 
 
 class EndedError(Exception):
@@ -98,7 +104,7 @@ class ReadingProcess:
 
     def _exchange(self, header: dict[str, Any], data: bytes, deadline: float) -> Frame:
         try:
-            send(self._socket, header, data, deadline)
+            send(self._socket, header, [data], deadline)
             return receive(self._socket, deadline)
         except TimeoutError:
             self.close()
@@ -108,11 +114,13 @@ class ReadingProcess:
             raise EndedError from error
 
 
-def send(connection: socket.socket, header: dict[str, Any], data: bytes, deadline: float | None = None) -> None:
-    """Write a frame. Raises OSError, and TimeoutError at the deadline, by time.monotonic()."""
+def send(connection: socket.socket, header: dict[str, Any], parts: Sequence[Data], deadline: float | None = None) -> None:
+    """Write a frame, whose data are in parts. Raises OSError, and TimeoutError at the deadline, by time.monotonic()."""
     text = json.dumps(header).encode()
-    _limit(connection, deadline)
-    connection.sendall(_LENGTHS.pack(len(text), len(data)) + text + data)
+    size = sum(memoryview(part).nbytes for part in parts)
+    for part in (_LENGTHS.pack(len(text), size) + text, *parts):
+        _limit(connection, deadline)
+        connection.sendall(part)
 
 
 def receive(connection: socket.socket, deadline: float | None = None) -> Frame:
@@ -122,7 +130,7 @@ def receive(connection: socket.socket, deadline: float | None = None) -> Frame:
     return json.loads(text), data
 
 
-def _exactly(connection: socket.socket, count: int, deadline: float | None) -> bytes:
+def _exactly(connection: socket.socket, count: int, deadline: float | None) -> bytearray:
     found = bytearray(count)
     rest = memoryview(found)
     while rest:
@@ -131,7 +139,7 @@ def _exactly(connection: socket.socket, count: int, deadline: float | None) -> b
         if not read:
             raise EOFError
         rest = rest[read:]
-    return bytes(found)
+    return found
 
 
 def _limit(connection: socket.socket, deadline: float | None) -> None:
@@ -152,7 +160,7 @@ def _environment() -> dict[str, str]:
 # The side of the process itself
 
 
-def pack_tokens(prompts: list[list[int]]) -> bytes:
+def pack_tokens(prompts: Sequence[Sequence[int]]) -> bytes:
     """Return the token ids of all prompts as consecutive 32-bit integers."""
     return array.array(_TOKEN, [token for prompt in prompts for token in prompt]).tobytes()
 
@@ -162,7 +170,7 @@ def packed_bytes(counts: list[int]) -> int:
     return sum(counts) * array.array(_TOKEN).itemsize
 
 
-def unpack_tokens(data: bytes, counts: list[int]) -> list[list[int]]:
+def unpack_tokens(data: Data, counts: list[int]) -> list[list[int]]:
     """Return the prompts that `pack_tokens` wrote at the beginning of the data, given their lengths."""
     tokens = array.array(_TOKEN)
     tokens.frombytes(data[: packed_bytes(counts)])
@@ -181,38 +189,43 @@ def main(arguments: list[str]) -> int:
 
     connection = socket.socket(fileno=int(arguments[0]))
     _, data = receive(connection)
-    reader = BodyReader(ReadingSettings.of_json(data))
-    send(connection, {}, b"")
+    reader = BodyReader(ReadingSettings.of_json(bytes(data)))
+    send(connection, {}, [])
     reader.prepare()
     _take_no_more()
     with suppress(EOFError, OSError):
         while True:
             header, body = receive(connection)
-            send(connection, *_reply(reader, header["path"], body))
+            send(connection, *_reply(reader, header["path"], bytes(body)))
     return 0
 
 
-def _reply(reader: Any, path: str, body: bytes) -> Frame:
+def _reply(reader: Any, path: str, body: bytes) -> Reply:
     try:
-        read = reader.read(path, body)
+        return _packed(reader.read(path, body))
+    except MemoryError:
+        return _refused(ApiError(400, "the body takes too much memory to read; send less at once", code="reading_failed"))
     except ApiError as error:
         return _refused(error)
     except Exception:  # a bug in this project; the server's log shows it
-        return {"failed": traceback.format_exc()[-4000:]}, b""
+        return {"failed": traceback.format_exc()[-4000:]}, []
     except BaseException as error:
         if not is_panic(error):
             raise
         return _refused(ApiError(400, "the tokenizer fails on this text; change it", code="reading_failed"))
+
+
+def _packed(read: Read | dict[str, Any]) -> Reply:
     if isinstance(read, dict):
-        return {"answer": True}, json.dumps(read, separators=(",", ":")).encode()
+        return {"answer": True}, [json.dumps(read, separators=(",", ":")).encode()]
     counts = [len(prompt) for prompt in read.prompts]
-    images, data = packed(read.images)
+    images, parts = packed(read.images)
     header = {"read": asdict(replace(read, prompts=(), images={})), "counts": counts, "images": images}
-    return header, pack_tokens(read.prompts) + data
+    return header, [pack_tokens(read.prompts), *parts]
 
 
-def _refused(error: ApiError) -> Frame:
-    return {"refused": {"status": error.status, "message": error.message, "param": error.param, "code": error.code}}, b""
+def _refused(error: ApiError) -> Reply:
+    return {"refused": {"status": error.status, "message": error.message, "param": error.param, "code": error.code}}, []
 
 
 def _end_with_the_server() -> None:

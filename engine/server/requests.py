@@ -12,7 +12,7 @@ from engine.generation.options import SamplingOptions
 from engine.onnx.runtime import OnnxDecoder
 from engine.server.body_reader import ReadingSettings
 from engine.server.image_parts import unpacked
-from engine.server.reading_process import packed_bytes, unpack_tokens
+from engine.server.reading_process import Data, packed_bytes, unpack_tokens
 from engine.server.text_reader import tokenizer_settings
 
 
@@ -28,14 +28,14 @@ class Asked:
     include_usage: bool = False
 
 
-def asked(header: dict[str, Any], data: bytes) -> Asked:
+def asked(header: dict[str, Any], data: Data) -> Asked:
     """Return the requests of a body, from the reply of the process that read it. Raises OptionError for invalid options."""
     read = header["read"]
     seed = secrets.randbits(62) if read["seed"] is None else read["seed"]
     fields = read["request"] | {"stop": tuple(read["request"]["stop"])}
     requests: list[Request] = []
     prompts = unpack_tokens(data, header["counts"])
-    images = unpacked(header["images"], data[packed_bytes(header["counts"]) :])
+    images = unpacked(header["images"], memoryview(data)[packed_bytes(header["counts"]) :])
     for prompt, new_tokens in zip(prompts, read["new_tokens"], strict=True):
         request = Request(prompt=tuple(prompt), max_new_tokens=new_tokens, images=images, **fields)
         for _ in range(read["choices"]):

@@ -251,7 +251,7 @@ def _add_tokens(app: FastAPI, state: State) -> None:
             _, answer = await _read(state, request, None)
         except Gone:
             return Response(status_code=CLIENT_GONE)
-        return Response(answer, media_type="application/json")
+        return Response(bytes(answer), media_type="application/json")
 
     @app.post("/tokenize", response_model=dict[str, Any], openapi_extra=_described(TokenizeRequest))
     async def tokenize(request: Request) -> Response:

@@ -171,10 +171,11 @@ class AdaptedCheckpoint(Checkpoint):
             found = find_layers(model, self.model_type)
             check_built(model, plain, found, self._count_key(), sizes)
         except UnsupportedError as error:
-            what = "numbers of experts" if len({size.count for size in sizes.values()}) > 1 else "widths of experts"
+            differ = len({size.count for size in sizes.values()}) > 1
+            what, prune = ("numbers of experts", "prune") if differ else ("widths of experts", "prune whole experts")
             raise UnsupportedError(
                 f"layers of a model of the family {self.model_type} cannot have different {what} ({error}); "
-                "prune with --uniform"
+                f"{prune} with --uniform"
             ) from error
         return model, found
 

@@ -25,7 +25,7 @@ from engine.kernels.quantized_weight import LowBitWeight
 from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_block import KernelBlock
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.expert_layers import probe, replaced_forwards
+from engine.transformers_models.expert_layers import probe, replaced_forwards, same_shape
 from engine.transformers_models.experts_implementation import CHOICE, StackedExperts, prepare
 from engine.transformers_models.image_sequence import ImageSequence
 from engine.transformers_models.low_bit_layers import LowBitLayers
@@ -90,7 +90,7 @@ class AdaptedDecoder:
         They are those of texts without weights, up to MEASURED positions; positions that leave a longer window count too.
         """
         model = self._build()
-        experts = {model.get_submodule(block.layer.experts): _same_shape for block in self.moe_blocks}
+        experts = {model.get_submodule(block.layer.experts): same_shape for block in self.moe_blocks}
 
         def measured(positions: int) -> int:
             with replaced_forwards(experts):
@@ -252,10 +252,6 @@ def _empty_cache(model: Any) -> Any:
     if not model._supports_default_dynamic_cache():
         return None
     return DynamicCache(config=model.config.get_text_config(decoder=True))
-
-
-def _same_shape(hidden_states: Tensor, *given: Tensor) -> Tensor:
-    return torch.empty_like(hidden_states)
 
 
 def cached_tensors(past: Any) -> Iterator[Tensor]:

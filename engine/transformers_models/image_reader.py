@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from engine.errors import CheckpointError, CompressError, OptionError, Unsupport
 from engine.files.json_file import load_json, shown
 from engine.transformers_models.transformers_model import quiet_transformers
 
+_IMAGE_KIND = 1
+"""Kind of an image's tokens, where a processor says the kinds; text has 0, and video and sound have others."""
 PREPROCESSOR, PROCESSOR, TOKENIZER = "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"
 VISION = "vision_config"
 """Key of the vision part in config.json, the same in all families of transformers."""
@@ -66,10 +69,19 @@ class ImageReader:
         self._processor = _processor(directory, tokenizer)
         self.image_token: str | None = getattr(self._processor, "image_token", None)
         """The text in which a prompt has an image's place; None if the processor does not say."""
+        if self.image_token is not None and not (isinstance(self.image_token, str) and self.image_token):
+            raise CheckpointError(f"{directory}: image_token is {shown(self.image_token)}; it must be the text of a token")
         self.template = _template(directory) or _plain(tokenizer.chat_template)
         """The chat template; None for a model without one."""
         named = tokenizer.special_tokens_map.items()
         self._special_tokens = {name: value for name, value in named if isinstance(value, str)}
+
+    def prepare(self) -> None:
+        """Read a small image, so that the first one does not wait for what reading imports."""
+        from PIL import Image
+
+        with suppress(CompressError):  # some processors take no image as small as this
+            self.prompt("", [Image.new("RGB", (64, 64))])
 
     def prompt(self, text: str, images: Sequence[Any]) -> ImagePrompt:
         """Return a user's question about images, ready for the answer; a model without a chat template continues the text.
@@ -107,7 +119,7 @@ class ImageReader:
         """
         if self.image_token is not None and (found := text.count(self.image_token)) != len(images):
             raise OptionError(
-                f"the prompt has {found} image tokens ({self.image_token}) for {len(images)} images; leave that token out "
+                f"image tokens in the prompt: {found} ({self.image_token}), for images: {len(images)}; leave that token out "
                 "of the text, or give as many images"
             )
         with quiet_transformers():
@@ -121,7 +133,10 @@ class ImageReader:
                 raise OptionError(
                     f"the model's image processor cannot take these images: {_reason(error)}; give others"
                 ) from error
-        if _runs(inputs.get("mm_token_type_ids")) < len(images):
+        kinds_1L = inputs.get("mm_token_type_ids")
+        if kinds_1L is not None and bool((kinds_1L > _IMAGE_KIND).any()):
+            raise OptionError("the text has tokens of video or of sound, which are not read; leave them out")
+        if _runs(kinds_1L) < len(images):
             raise OptionError(
                 "images follow each other with no text between them, and the model cannot tell them apart; add some"
             )
@@ -150,9 +165,10 @@ def _processor(directory: Path, tokenizer: Any) -> Any:
         raise CheckpointError(
             f"{directory}: has no {PREPROCESSOR}, which says how images are read; copy it from the model's own directory"
         )
+    family = load_json(directory / "config.json", "model config")
     with quiet_transformers():
         try:
-            whole = _processor_class(directory, said.values())
+            whole = _processor_class(directory, family, said)
             parts = {"tokenizer": tokenizer, "image_processor": _image_processor(directory)}
             return _without_others(whole)(**_arguments(whole, parts, said[PROCESSOR]))
         except CompressError:
@@ -184,21 +200,50 @@ def _image_processor(directory: Path) -> Any:
     return loader.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
-def _processor_class(directory: Path, said: Any) -> Any:
-    """Return transformers' class that the files name, or else that of the family."""
-    from transformers.models.auto import processing_auto
+def _processor_class(directory: Path, config: Part, said: Mapping[str, Part]) -> Any:
+    """Return transformers' class for the family. said: the files that describe processors, by name.
+
+    Raises UnsupportedError for a family without one, and for files that name a class of another family, before anything is
+    made: constructors of some classes download what a file tells them to.
+    """
+    from transformers.models.auto import image_processing_auto, processing_auto
 
     auto: Any = processing_auto
-    family = load_json(directory / "config.json", "model config").get("model_type")
-    named = [each.get("processor_class") for each in said]
-    name = next((one for one in named if isinstance(one, str)), auto.PROCESSOR_MAPPING_NAMES.get(family))
+    images: Any = image_processing_auto
+    family = config.get("model_type")
+    name = auto.PROCESSOR_MAPPING_NAMES.get(family)
     found = None if name is None else auto.processor_class_from_name(name)
     if not (isinstance(found, type) and hasattr(found, "get_attributes")):
         raise UnsupportedError(
-            f"{directory}: transformers has no processor of images for the family {shown(family)} (processor_class "
-            f"{shown(name)}), and code of a directory is never run; leave out the images"
+            f"{directory}: transformers has no processor of images for the family {shown(family)}, and code of a directory "
+            "is never run; leave out the images"
         )
+    alike = [other for other, whole in auto.PROCESSOR_MAPPING_NAMES.items() if whole == name]
+    own = {one for other in alike for one in images.IMAGE_PROCESSOR_MAPPING_NAMES.get(other, {}).values() if one}
+    allowed = {name, *(_plain_name(one) for one in own)}
+    for file, key, value in _named_classes(config, said):
+        if _plain_name(value) not in allowed:
+            raise UnsupportedError(
+                f"{directory}: {file} names {key} {shown(value)}, which is not of the family {shown(family)}; copy the file "
+                "of the model's own directory"
+            )
     return found
+
+
+def _named_classes(config: Part, said: Mapping[str, Part]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the file, the key and the value of every entry that transformers would take a class from."""
+    nested = said[PROCESSOR].get("image_processor")
+    parts = [*said.items(), (PROCESSOR, nested if isinstance(nested, dict) else {}), ("config.json", config)]
+    for file, part in parts:
+        for key in ("processor_class", "image_processor_type", "feature_extractor_type"):
+            if part.get(key) is not None:
+                yield file, key, part[key]
+
+
+def _plain_name(name: Any) -> str:
+    """Return the name of a class of image processors without its backend."""
+    plain = str(name).replace("FeatureExtractor", "ImageProcessor")
+    return plain.removesuffix("Fast").removesuffix("Pil")
 
 
 def _arguments(whole: Any, parts: Part, said: Part) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class ImageSequence:
             options["attention_mask"] = None
         options |= {"past_key_values": self.past, "use_cache": True}
         first: dict[str, Any] = model.prepare_inputs_for_generation(self._tokens_1P, is_first_iteration=True, **options)
+        self._options = {name: value for name, value in options.items() if not _is_real(value)}  # pixels are needed once
         return first
 
     def _next(self, new: int) -> dict[str, Any]:
@@ -84,3 +85,8 @@ class ImageSequence:
             self._own = [getattr(module, _SHARED) for module in self._holders]
             for module, kept in zip(self._holders, before, strict=True):
                 setattr(module, _SHARED, kept)
+
+
+def _is_real(value: Any) -> bool:
+    """Whether an input holds real numbers, as pixels are."""
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -103,8 +103,9 @@ def run(*arguments: str, code: int = 0) -> Any:
 # Reading
 
 
+@pytest.mark.parametrize("name", [NAME, f"{NAME}@{'0' * 40}"])
 def test_a_cache_without_a_list_of_files_is_read_without_a_network(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Releases of huggingface_hub before lists of files were cached filled such caches."""
     from huggingface_hub import constants
@@ -115,11 +116,11 @@ def test_a_cache_without_a_list_of_files_is_read_without_a_network(
     shutil.copytree(made / "sharded", place / "snapshots" / commit)
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text(commit)
-    assert resolve(NAME) == place / "snapshots" / commit
+    assert resolve(name) == place / "snapshots" / commit
     forget()
     (place / "snapshots" / commit / "ends.safetensors").unlink()
     with pytest.raises(HubError, match="not all of the model is in the cache"):
-        resolve(NAME)
+        resolve(name)
     forget()
 
 

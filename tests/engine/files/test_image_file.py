@@ -68,7 +68,7 @@ def test_images_are_upright_and_have_three_channels(tmp_path: Path) -> None:
         (encoded(picture())[:2000], "it: the image cannot be decoded (image file is truncated"),
         (encoded(picture(), "JPEG")[:1500], "it: the image cannot be decoded"),
         (_of_size(60_000, 60_000), "it: has "),
-        (_of_size(8_000, 8_000), "it: has 8000 × 8000 pixels, and the images of one prompt have at most 50000000"),
+        (_of_size(8_000, 8_000), "it: has 8000 × 8000 pixels, and the images of one prompt have at most 16000000"),
     ],
 )
 def test_what_is_refused(data: bytes, message: str) -> None:

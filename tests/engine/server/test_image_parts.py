@@ -14,7 +14,7 @@ from tiny_images import data_url, encoded, picture, save_images
 
 from engine.batching import loop
 from engine.batching.loop import EngineLoop
-from engine.batching.request import Request
+from engine.batching.request import Request, Update
 from engine.errors import BusyError
 from engine.generation.generate import Engine
 from engine.server import image_parts
@@ -105,7 +105,7 @@ def test_what_is_refused(client: openai.OpenAI, url: str, message: str) -> None:
 
 
 def test_text_cannot_bring_image_tokens(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="has 2 image tokens"):
+    with pytest.raises(openai.BadRequestError, match="image tokens in the prompt: 2"):
         _ask(client, data_url(picture()), text="<img>")
 
 
@@ -126,7 +126,7 @@ def test_models_of_text_refuse_images(tmp_path: Path) -> None:
 
 def test_the_number_and_the_size_of_images_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (100, 101, 102):
-        monkeypatch.setattr(image_parts, "MOST_IMAGE_BYTES", size)
+        monkeypatch.setattr(image_parts, "MOST_SENT_BYTES", size)
         assert image_files([_png(bytes(size))])[0][1] == bytes(size)
         with pytest.raises(ApiError, match=f"larger than {size} bytes"):
             image_files([_png(bytes(size + 1))])
@@ -140,15 +140,31 @@ def test_the_number_and_the_size_of_images_are_limited(monkeypatch: pytest.Monke
 def test_inputs_of_images_go_from_process_to_process(engine: Engine) -> None:
     assert engine.images_refusal is None and engine.image_reader is not None
     inputs = engine.image_reader.prompt("x", [picture()]).inputs
-    found = unpacked(*packed(inputs))
+    rows, parts = packed(inputs)
+    found = unpacked(rows, memoryview(b"".join(parts)))
     assert found.keys() == inputs.keys()
     assert all(found[name].equal(inputs[name]) and found[name].dtype == inputs[name].dtype for name in inputs)
+
+
+def test_a_prompt_that_the_model_cannot_read_ends_alone(engine: Engine) -> None:
+    assert engine.images_refusal is None and engine.image_reader is not None
+    ids, inputs = engine.image_reader.prompt("x", [picture()])
+    broken = {name: value for name, value in inputs.items() if name != "image_grid_thw"}
+    updates: dict[str, list[Update]] = {"text": [], "image": []}
+    running = EngineLoop(engine, kv_cache_bytes=4 * 256 * engine.cache_sizes[0], max_model_length=128)
+    running.submit(Request(tuple(ids[:2]), 8, ignore_end_tokens=True), updates["text"].append)
+    running.submit(Request(tuple(ids), 8, images=broken), updates["image"].append)
+    running.start()
+    assert running.drain(60)
+    running.stop()
+    assert [updates[name][-1].finish_reason for name in ("text", "image")] == ["length", "error"]
+    assert sum(len(update.tokens) for update in updates["text"]) == 8
 
 
 def test_images_that_wait_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices of one answer share the inputs, and one request may always have them."""
     assert engine.images_refusal is None and engine.image_reader is not None
-    monkeypatch.setattr(loop, "MOST_IMAGE_BYTES", 1)
+    monkeypatch.setattr(loop, "MOST_HELD_BYTES", 1)
     waiting = EngineLoop(engine, kv_cache_bytes=256 * engine.cache_sizes[0], max_model_length=128)
     ids, inputs = engine.image_reader.prompt("x", [picture()])
     for _ in range(2):

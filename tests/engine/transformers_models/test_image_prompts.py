@@ -156,8 +156,8 @@ def test_prompts_without_a_chat_template_begin_with_the_images(directory: Path, 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("x<img><img>", r"the prompt has 2 image tokens \(<img>\) for 1 images; leave that token out"),
-        ("<img>y", "has 1 image tokens .* for 2 images"),
+        ("x<img><img>", r"image tokens in the prompt: 2 \(<img>\), for images: 1; leave that token out"),
+        ("<img>y", "image tokens in the prompt: 1 .* for images: 2"),
         ("<img><img>y", "images follow each other with no text between them"),
         ("x" * 600, "make .*, and the model has 512 positions"),
     ],
@@ -175,8 +175,18 @@ def _of_another_class(path: Path) -> None:
     _change(path / "preprocessor_config.json", processor_class="NoSuchProcessor")
 
 
-def _with_torchvision_only(path: Path) -> None:
-    _change(path / "preprocessor_config.json", image_processor_type="Llama4ImageProcessor")
+def _of_a_class_that_downloads(path: Path) -> None:
+    """Give the class of another family, whose constructor asks the hub for a file of this repository."""
+    wanted = {"image_processor_type": "OneFormerImageProcessor", "repo_path": "somebody/else", "class_info_file": "x.json"}
+    _change(path / "preprocessor_config.json", **wanted)
+
+
+def _of_a_nested_class_that_downloads(path: Path) -> None:
+    (path / "processor_config.json").write_text(json.dumps({"image_processor": {"image_processor_type": "OneFormerFast"}}))
+
+
+def _of_a_processor_that_downloads(path: Path) -> None:
+    _change(path / "tokenizer_config.json", processor_class="MgpstrProcessor")
 
 
 def _without_vision(path: Path) -> None:
@@ -193,12 +203,22 @@ def _change(path: Path, **values: Any) -> None:
     ("damage", "error", "message"),
     [
         (_without_processor, CheckpointError, "has no preprocessor_config.json, which says how images are read"),
-        (_of_another_class, UnsupportedError, "transformers has no processor of images for the family 'qwen3_vl_moe'"),
         (
-            _with_torchvision_only,
-            OptionError,
-            "needs the package torchvision, which is not installed: pip install torchvision",
+            _of_another_class,
+            UnsupportedError,
+            "processor_class 'NoSuchProcessor', which is not of the family 'qwen3_vl_moe'",
         ),
+        (
+            _of_a_class_that_downloads,
+            UnsupportedError,
+            "image_processor_type 'OneFormerImageProcessor', which is not of the",
+        ),
+        (
+            _of_a_nested_class_that_downloads,
+            UnsupportedError,
+            "processor_config.json names image_processor_type 'OneFormerFast'",
+        ),
+        (_of_a_processor_that_downloads, UnsupportedError, "tokenizer_config.json names processor_class 'MgpstrProcessor'"),
         (_without_vision, UnsupportedError, "without a vision part .* reads text only"),
     ],
 )
@@ -211,6 +231,26 @@ def test_models_that_read_no_images(
     with pytest.raises(error, match=message) as found:
         Engine.open(path, images=True)
     assert "\n" not in str(found.value)
+
+
+def test_a_processor_that_needs_torchvision_is_refused(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(directory, path)
+    _change(path / "config.json", model_type="llama4")
+    _change(
+        path / "preprocessor_config.json", processor_class="Llama4Processor", image_processor_type="Llama4ImageProcessor"
+    )
+    with pytest.raises(OptionError, match="needs the package torchvision, which is not installed: pip install torchvision"):
+        ImageReader(path, VOCABULARY)
+
+
+def test_tokens_of_video_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM's processor says that an image's tokens are of a video, where the text opens one."""
+    assert engine.images_refusal is None and engine.image_reader is not None
+    made = {"input_ids": torch.tensor([[1, IMAGE, 2]]), "mm_token_type_ids": torch.tensor([[0, 2, 0]])}
+    monkeypatch.setattr(engine.image_reader, "_processor", lambda **_: made)
+    with pytest.raises(OptionError, match="has tokens of video or of sound"):
+        engine.image_reader.read("<img>", [picture()], add_special_tokens=True)
 
 
 def test_text_models_and_drafts_are_refused(directory: Path, tmp_path: Path) -> None:
