@@ -43,6 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "olmoe": {"num_key_value_heads": 4},
     "gpt_oss": {"swiglu_limit": 7.0, "head_dim": 32, "sliding_window": 16},
+    "mistral": {"sliding_window": None},
     "deepseek_v2": LATENT | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek_v3": LATENT,
     "glm4_moe": FINE,
