@@ -178,11 +178,18 @@ def save_random(family: Family, config: Any, path: Path) -> Any:
 
 
 def remotely(path: Path) -> Any:
-    """Return the model in a directory, as transformers loads it with the modeling file there."""
+    """Return the model in a directory, as transformers loads it with the modeling file there.
+
+    Of a family that has no class of its own for text, transformers keeps the first file's class for the whole process.
+    """
     from transformers import AutoModelForCausalLM
 
+    mapping: Any = AutoModelForCausalLM._model_mapping
     with quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=True).eval()
+        try:
+            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=True).eval()
+        finally:
+            mapping._extra_content.clear()
 
 
 def loaded(family: Family, path: Path) -> Any:
