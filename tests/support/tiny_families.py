@@ -180,7 +180,7 @@ def save_random(family: Family, config: Any, path: Path) -> Any:
 def remotely(path: Path) -> Any:
     """Return the model in a directory, as transformers loads it with the modeling file there.
 
-    Of a family that has no class of its own for text, transformers keeps the first file's class for the whole process.
+    transformers keeps the first file's class for the whole process where a family has no class of its own for text.
     """
     from transformers import AutoModelForCausalLM
 
