@@ -203,19 +203,16 @@ def refit(dense: Decoder, mixture: Decoder, text_SL: Tensor, positions: Position
     for number, (whole, layer) in enumerate(tqdm(pairs, "refitting (layers)", delay=2, leave=False, disable=None)):
         block = layer.feed_forward
         assert isinstance(block, MoeBlock)
-        sums: list[Tensor] = []
-
-        def add(x_TD: Tensor, _: Tensor, selection: Selection, block: MoeBlock = block, sums: list[Tensor] = sums) -> None:
-            sums[:] = [weighted_units(block, x_TD, selection)]
-
+        seen: list[tuple[Tensor, Selection]] = []
         width, hidden = sum(expert.width for expert in block.experts), own_SLD.shape[-1]  # type: ignore[misc]
         gram_FF, right_FD = torch.zeros(width, width).double(), torch.zeros(width, hidden).double()
-        block.observer = add
+        block.observer = lambda x_TD, _, selection, seen=seen: seen.append((x_TD, selection))
         for row in range(len(text_SL)):
             full_SLD[row] = whole(full_SLD[row : row + 1], positions)[0]
             lacks_TD = full_SLD[row] - layer(own_SLD[row : row + 1], positions)[0]
-            gram_FF += sums[0].T @ sums[0]
-            right_FD += sums[0].T @ lacks_TD
+            a_TF = weighted_units(block, *seen.pop())
+            gram_FF += a_TF.T @ a_TF
+            right_FD += a_TF.T @ lacks_TD
         block.observer = None
         delta_DF = NormalEquations.of(gram_FF, right_FD).solved(RIDGE).float()
         for expert, own_DF in zip(block.experts, delta_DF.chunk(len(block.experts), dim=1), strict=True):

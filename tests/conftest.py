@@ -313,6 +313,13 @@ TABLES = {
 
 
 @pytest.fixture
+def modules_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the cache into which transformers copies remote code. It read the path when it was imported."""
+    place = tmp_path_factory.getbasetemp() / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place))
+
+
+@pytest.fixture
 def parity(record_property: Any) -> Any:
     """Record one cell of the parity table, which the run prints at its end. Fails above 1e-4."""
     return _recorder(record_property, PARITY)

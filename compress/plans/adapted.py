@@ -26,7 +26,7 @@ from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 from engine.transformers_models.expert_layers import projection_names
-from engine.transformers_models.layer_sizes import BLOCKS_KEY, LayerSize
+from engine.transformers_models.layer_sizes import BLOCKS_KEY, LayerSize, Sizes
 from engine.transformers_models.stored_experts import ResultLayer, StoredResult, expert_places
 
 
@@ -54,7 +54,7 @@ def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
     if any(not expert.is_copy for own in plan.layers.values() for expert in own):
         _check_not_low_bit(checkpoint)
         checkpoint.stored_experts  # noqa: B018  raises UnsupportedError where projections are not found
-        _check_result(plan, checkpoint)
+        _check_result(sizes, checkpoint)
 
 
 def _check_not_low_bit(checkpoint: AdaptedCheckpoint) -> None:
@@ -87,12 +87,12 @@ def _sizes(plan: Plan, checkpoint: AdaptedCheckpoint) -> dict[int, LayerSize]:
     return found
 
 
-def _check_result(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:
+def _check_result(sizes: Sizes, checkpoint: AdaptedCheckpoint) -> None:
     """Raise UnsupportedError unless transformers builds the tensors that a plain result has."""
-    raw = adapted_planned_config(plan, checkpoint)
+    raw = checkpoint.with_sizes(sizes)
     if BLOCKS_KEY in raw:  # `check_sizes` has built it
         return
-    (width,) = {size.width for size in _sizes(plan, checkpoint).values()}
+    (width,) = {size.width for size in sizes.values()}
     result = checkpoint.build(raw).state_dict()
     depends = checkpoint.count_key.axes.keys() | set(projection_names(checkpoint.found))
     for name, tensor in checkpoint.model.state_dict().items():
@@ -153,7 +153,7 @@ def apply_adapted(
     }
     stored = StoredResult(checkpoint, layers, lambda *place: made[expert_tensor(row, *place)]())
     result: StoredResult | RoundedResult = stored
-    raw = adapted_planned_config(plan, checkpoint)
+    raw = checkpoint.with_sizes(sizes)
     if quantiser is not None:
         widths = {layer: [own.width] * len(own.rows) for layer, own in layers.items()}
         result = RoundedResult(stored, checkpoint, widths, quantiser, made)

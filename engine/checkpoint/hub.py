@@ -131,7 +131,7 @@ def _draw(repository: str, source: Path, directory: Path) -> frozenset[str]:
     return shards
 
 
-def _snapshot(repository: str, revision: str | None, patterns: Collection[str] | Iterator[str]) -> Path:
+def _snapshot(repository: str, revision: str | None, patterns: Iterable[str]) -> Path:
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

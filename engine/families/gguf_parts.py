@@ -265,13 +265,13 @@ def _read_query_key_norm(facts: Facts) -> dict[str, Any]:
 
 
 def _read_windows_in_turns(facts: Facts) -> dict[str, Any]:
-    layers = [_KINDS_OF_LAYERS[layer % 2] for layer in range(min(facts.size("block_count"), 10_000))]
+    layers = [_KINDS_OF_LAYERS[layer % 2] for layer in facts.listed]
     return {"layer_types": layers, "rope_parameters": _read_parameters(facts) | {"truncate": False}}
 
 
 def _read_first_dense(facts: Facts) -> dict[str, Any]:
     """Return the kind of each layer's feed-forward block, for a family whose config.json lists them."""
-    layers = min(facts.size("block_count") - facts.size("nextn_predict_layers", 0), 10_000)
+    layers = len(facts.listed)
     dense = min(facts.size("leading_dense_block_count", 0), layers)
     return {"mlp_layer_types": [DENSE] * dense + [SPARSE] * (layers - dense)}
 

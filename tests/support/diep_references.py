@@ -40,7 +40,13 @@ def gradients_of_steps(
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of a step of α and of one of β, [2], and the gradients of all scores, one after the other."""
     options, rows = options_of(relaxation), list(reversed(range(len(tokens_SL))))
-    state = some_state(decoder.config.experts_per_layer, options)
+    return gradients_at(some_state(decoder.config.experts_per_layer, options), decoder, tokens_SL, rows, options, budget)
+
+
+def gradients_at(
+    state: DiepState, decoder: AnyDecoder, tokens_SL: Tensor, rows: list[int], options: DiepOptions, budget: MemoryBudget
+) -> tuple[Tensor, Tensor]:
+    """Return what `gradients_of_steps` returns, at these scores and over these sequences."""
     with full_hidden_states(decoder, tokens_SL, budget=budget) as full:
         inputs = SearchInputs(decoder, tokens_SL, full, options, budget)
         losses = [gradients(inputs, rows, state, is_alpha=True)]

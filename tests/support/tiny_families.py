@@ -180,7 +180,7 @@ def save_random(family: Family, config: Any, path: Path) -> Any:
 def remotely(path: Path) -> Any:
     """Return the model in a directory, as transformers loads it with the modeling file there.
 
-    transformers keeps the first file's class for the whole process where a family has no class of its own for text.
+    A process of transformers keeps the class of the first file for families without a class for text.
     """
     from transformers import AutoModelForCausalLM
 

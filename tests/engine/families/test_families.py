@@ -54,6 +54,7 @@ from engine.families.tensor_shapes import expected_tensors
 from engine.generation.generate import Engine
 from engine.inspect import inspect
 
+pytestmark = pytest.mark.usefixtures("modules_cache")
 ROOT = Path(__file__).resolve().parents[3]
 QUICK_COLUMNS = ("as it is", "pruned, non-uniform")
 QUICK_ROWS = ("mixtral", "deepseek_v3", "gpt_oss", "llama_moe")
@@ -64,13 +65,6 @@ QUICK_ROWS = ("mixtral", "deepseek_v3", "gpt_oss", "llama_moe")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a tiny model of each family, made on first use."""
     return cache(lambda family: Made(family, tmp_path_factory.mktemp(family)))
-
-
-@pytest.fixture(autouse=True)
-def modules_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the cache into which transformers copies remote code. It read the path when it was imported."""
-    place = tmp_path_factory.getbasetemp() / "modules"
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_reference
+from diep_references import gradients_at
 from interruptions import Interruption, interrupting
 
 import engine.passes.layerwise
 import engine.passes.streaming
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
-from compress.methods.diep import SearchInputs, full_hidden_states, gradients, new_state, search
+from compress.methods.diep import new_state, search
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_gradients import gate_gradients
 from compress.methods.naee import SubsetSearch, naee
@@ -62,13 +63,7 @@ def test_gradients_of_alpha_and_beta_equal_those_with_all_weights_in_memory(
         counts = checkpoint.config.experts_per_layer
         state = new_state([0.3 * torch.randn(count, generator=generator) for count in counts], options)
         state.betas = [torch.tensor(value, requires_grad=True) for value in (0.8, 1.3)]
-        with full_hidden_states(decoder, TOKENS, budget=budget) as full:
-            inputs = SearchInputs(decoder, TOKENS, full, options, budget)
-            losses = [gradients(inputs, rows, state, is_alpha=True)]
-            grads = [alpha.grad.clone() for alpha in state.alphas]
-            losses.append(gradients(inputs, rows, state, is_alpha=False))
-            grads += [beta.grad.clone()[None] for beta in state.betas]
-        found.append((torch.tensor(losses), torch.cat(grads)))
+        found.append(gradients_at(state, decoder, TOKENS, rows, options, budget))
     (loss, expected), (own_loss, own) = found
     assert float(expected.abs().median()) > 0
     assert torch.allclose(own_loss, loss, rtol=1e-6)

@@ -27,6 +27,7 @@ from tiny_families import (
     some_removed,
     through_layers,
 )
+from torch import Tensor
 
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
@@ -39,6 +40,7 @@ from engine.transformers_models.adapted_decoder import AdaptedDecoder
 from engine.transformers_models.layer_sizes import LayerSize
 from engine.transformers_models.transformers_model import load_decoder
 
+pytestmark = pytest.mark.usefixtures("modules_cache")
 HANDFUL = others_slow(("exaone_moe", "gemma4", "qwen3_vl_moe", "dots1", "minimax_m2", "nemotron_h"), "gemma4")
 """Experts one by one, a block that is a whole layer, stacks on disk in a config within a config, groups of experts, a bias
 of the choice outside of the router, and a family with a row whose latent projection is left to transformers."""
@@ -54,11 +56,14 @@ with torch.no_grad():
 """
 
 
-@pytest.fixture(autouse=True)
-def modules_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the cache into which transformers copies remote code."""
-    place = tmp_path_factory.getbasetemp() / "modules"
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place))
+def logits_alone(model: Path, place: Path) -> Tensor:
+    """Return the logits of TOKENS_SL where this package is not importable. place: a directory for files."""
+    save_file({"tokens": TOKENS_SL}, place / "tokens")
+    settings = {"HF_MODULES_CACHE": str(place / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    places = [str(each) for each in (model, place / "tokens", place / "logits")]
+    command = [sys.executable, "-c", ALONE, *places]
+    subprocess.run(command, check=True, cwd=place, env=os.environ | settings, capture_output=True)
+    return load_file(place / "logits")["logits"]
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +88,7 @@ def test_removing_experts_equals_masking_them(family: str, tmp_path: Path) -> No
 
 def test_transformers_loads_it_where_this_package_is_not_importable(stored: Any, tmp_path: Path) -> None:
     _, _, path = stored
-    save_file({"tokens": TOKENS_SL}, tmp_path / "tokens")
-    settings = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    places = [str(each) for each in (path, tmp_path / "tokens", tmp_path / "logits")]
-    command = [sys.executable, "-c", ALONE, *places]
-    subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | settings, capture_output=True)
-    assert difference(load_file(tmp_path / "logits")["logits"], through_layers(AdaptedCheckpoint(path))) < 1e-5
+    assert difference(logits_alone(path, tmp_path), through_layers(AdaptedCheckpoint(path))) < 1e-5
 
 
 def test_no_code_of_the_directory_is_run(stored: Any, tmp_path: Path) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapted_references import without_units
-from safetensors.torch import load_file, save_file
-from test_layer_counts import ALONE
+from test_layer_counts import logits_alone
 from tiny_families import (
     TOKENS_SL,
     by_name,
@@ -40,15 +36,9 @@ from engine.transformers_models.adapted_decoder import AdaptedDecoder
 from engine.transformers_models.config_keys import WidthKey
 from engine.transformers_models.transformers_model import load_decoder
 
+pytestmark = pytest.mark.usefixtures("modules_cache")
 HANDFUL = ("gpt_oss", "gemma4", "qwen3_vl_moe", "nemotron_h", "dots1")
 """Transposed stacks with biases, a block that is a whole layer, stacks on disk, experts without gate, and groups."""
-
-
-@pytest.fixture(autouse=True)
-def modules_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the cache into which transformers copies remote code."""
-    place = tmp_path_factory.getbasetemp() / "modules"
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place))
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +86,7 @@ def test_units_that_stay_are_those_of_the_plan(stored: Any) -> None:
 @pytest.mark.slow
 def test_transformers_loads_it_where_this_package_is_not_importable(stored: Any, tmp_path: Path) -> None:
     _, _, path = stored
-    save_file({"tokens": TOKENS_SL}, tmp_path / "tokens")
-    settings = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    places = [str(each) for each in (path, tmp_path / "tokens", tmp_path / "logits")]
-    command = [sys.executable, "-c", ALONE, *places]
-    subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | settings, capture_output=True)
-    assert difference(load_file(tmp_path / "logits")["logits"], through_layers(AdaptedCheckpoint(path))) < 1e-5
+    assert difference(logits_alone(path, tmp_path), through_layers(AdaptedCheckpoint(path))) < 1e-5
 
 
 def test_no_code_of_the_directory_is_run(stored: Any, tmp_path: Path) -> None:
