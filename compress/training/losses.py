@@ -21,6 +21,8 @@ from engine.passes.streaming import chunk_tokens
 
 Measure = Callable[[Tensor, slice], Tensor]
 """A function from the logits [t, V] of some tokens, and the slice of these tokens, to a sum over them."""
+ROWS_ADDED = 4096
+"""Rows of the head's gradient that are widened at a time: few enough that the copy stays in the processor's cache."""
 
 
 def logits_of(hidden_TD: Tensor, head_VD: Tensor | None, bias_V: Tensor | None = None) -> Tensor:
@@ -70,7 +72,7 @@ class _HeadLoss(torch.autograd.Function):
             if grad_TD is not None:
                 grad_TD[part] = own_TV if head_VD is None else linear(own_TV, head_VD.T)
             if grad_VD is not None:
-                grad_VD += linear(own_TV.T, hidden_TD[part].T)
+                _add(grad_VD, linear(own_TV.T, hidden_TD[part].T))
             if grad_V is not None:
                 grad_V += own_TV.sum(0, dtype=grad_V.dtype)
         ctx.save_for_backward(grad_TD, grad_VD, grad_V)
@@ -87,6 +89,12 @@ class _HeadLoss(torch.autograd.Function):
             None,
             None if grad_V is None else (grad_V * scale).to(ctx.dtype),
         )
+
+
+def _add(sum_VD: Tensor, own_VD: Tensor) -> None:
+    """Add to a sum of a wider dtype in place, some rows at a time: torch would widen a copy of the whole summand."""
+    for sum_rD, own_rD in zip(sum_VD.split(ROWS_ADDED), own_VD.split(ROWS_ADDED), strict=True):
+        sum_rD += own_rD
 
 
 @torch.enable_grad()

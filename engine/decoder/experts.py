@@ -56,6 +56,8 @@ SPARSE_MAX_TOKENS = 4
 
 MULTIPLE_OF_TOKENS = 16
 """Divisor to which the tokens of an expert are padded with zeros in a prefill."""
+MULTIPLE_IN_TRAINING = 64
+"""The same in training, where the backward pass has more products of each shape."""
 TRANSPOSED_FROM_TOKENS = 16
 """Minimum number of tokens for which bfloat16 products have the weight on the left.
 
@@ -134,11 +136,15 @@ class Expert(nn.Module):
             if (y_TD := self._compiled(x_TD, (self,), alone, choice=choice)) is not None:
                 return y_TD
         is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS and choice.observer is None
-        if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
-            # Without padding, each number of tokens would be a new shape, for which oneDNN compiles code.
+        if not is_large or not multiplies_bfloat16(x_TD):
+            return linear(self.units(x_TD, choice), self.down_DF, self.down_D, choice)
+        # Without padding, each number of tokens would be a new shape, for which oneDNN compiles code.
+        if torch.is_grad_enabled():
+            x_TD = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_IN_TRAINING))
+        elif self.is_plain:
             x_DT, dtype = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_OF_TOKENS)).T, x_TD.dtype
             return (plain(self.down_DF, dtype) @ self._plain_units(x_DT)).T[:tokens]
-        return linear(self.units(x_TD, choice), self.down_DF, self.down_D, choice)
+        return linear(self.units(x_TD, choice), self.down_DF, self.down_D, choice)[:tokens]
 
     def _plain_units(self, x_DT: Tensor) -> Tensor:
         """Return the hidden units of a plain expert, [F, T]."""

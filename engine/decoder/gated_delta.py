@@ -60,6 +60,8 @@ class GatedDelta(nn.Module):
 
     names: ClassVar[tuple[str, ...]] = GATED_DELTA
     """Names of the tensors within the layer's attention: the projections, and five others."""
+    kernel: ClassVar[str] = "gated_delta"
+    """Name of the compiled kernel of one position."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()

@@ -220,8 +220,8 @@ class Decoder(nn.Module):
     def kernels_needed(self, kernels: Any) -> list[Any]:
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
         low_bit = sorted({module.kind for module in self.modules() if isinstance(module, LowBitWeight)}, key=str)
-        has_delta = any(isinstance(module, GatedDelta) for module in self.modules())
-        needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels), has_delta=has_delta)
+        mixers = sorted({module.kernel for module in self.modules() if isinstance(module, GatedDelta | Mamba2)})
+        needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels), mixers=mixers)
         return needed
 
     @property

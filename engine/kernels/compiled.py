@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.kernels import attention, block_products, expert_panels, experts, low_bit, panels, step
 from engine.kernels import gated_delta as delta_kernels
+from engine.kernels import mamba2 as mamba2_kernels
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
 from engine.kernels.block_types import BLOCK_KINDS
@@ -53,6 +54,7 @@ __all__ = [
     "form_address",
     "gated_delta",
     "load_parts",
+    "mamba2",
     "multiplies_many",
     "needed",
     "prepare",
@@ -265,6 +267,37 @@ def gated_delta(
     return y_THV
 
 
+def mamba2(
+    projected: Address,
+    parameters: Sequence[Address],
+    states: Sequence[Address],
+    tokens: int,
+    sizes: tuple[int, int, int, int, int],
+    scalars: tuple[float, float],
+) -> Any:
+    """Compute Mamba-2 for one new position of each sequence, and update the states in place.
+
+    projected: gates, x, B, C and logits of Δ, [T, X + C + H], contiguous bfloat16. parameters: filters [C, K], their biases
+    [C] and the norm [X] in bfloat16, the bias of Δ, the logarithm of the rates of decay and D, [H] in float32. states:
+    matrices [T, H, N, P] and the last inputs of the convolution [T, K - 1, C], contiguous float32. sizes: H, G, N, P and K.
+    scalars: the minimum of Δ, and ε of the norm. Returns [T, X] as the bits of bfloat16.
+    """
+    y_TX = np.empty((tokens, sizes[0] * sizes[3]), np.uint16)
+    job = _record(
+        mamba2_kernels.MAMBA2,
+        kernels=TABLE_ADDRESS,
+        projected=projected,
+        **dict(zip(("filters", "filter_bias", "norm", "step_bias", "log_rate", "through"), parameters, strict=True)),
+        **dict(zip(("state", "last"), states, strict=True)),
+        tokens=tokens,
+        **dict(zip(("heads", "groups", "key_size", "value_size", "filter_size"), sizes, strict=True)),
+        **dict(zip(("least_step", "epsilon"), scalars, strict=True)),
+        results=_address(y_TX),
+    )
+    mamba2_kernels.mamba2(_address(job))
+    return y_TX
+
+
 def decode(
     x: Address,
     layers: Any,
@@ -330,13 +363,13 @@ def load_parts(layers: Any) -> None:
             kernel.load()
 
 
-def needed(kinds: Iterable[int | str], *, is_whole: bool = True, has_delta: bool = False) -> list[Kernel]:
+def needed(kinds: Iterable[int | str], *, is_whole: bool = True, mixers: Iterable[str] = ()) -> list[Kernel]:
     """Return the kernels that decode with weights of these bits, or in blocks of these types.
 
-    is_whole: whether to add the kernel of all layers. has_delta: whether to add that of the gated delta rule.
+    is_whole: whether to add the kernel of all layers. mixers: names of the kernels of linear attention to add.
     """
     every = [kernel for each in dict.fromkeys((16, *kinds)) for kernel in form_kernels(each)]
     every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, attention.attend]
     every += [step.decode] if is_whole else []
-    every += [delta_kernels.gated_delta] if has_delta else []
+    every += [KERNELS[name] for name in mixers]
     return every + ([panels.panel_products, expert_panels.panel_swiglu] if MULTIPLIES_BFLOAT16 else [])

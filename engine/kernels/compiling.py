@@ -160,7 +160,7 @@ TABLE_OF_ADDRESSES = np.dtype(
                 "units_block",
             ),
             *("middle_block", "down_block", "attend", "attend_block", "add_weighted"),
-            *("multiply_panel", "pack_block", "panel_products_block", "gated_delta_block"),
+            *("multiply_panel", "pack_block", "panel_products_block", "gated_delta_block", "mamba2_block"),
             *(
                 "attention_layer",
                 "feed_forward_layer",

@@ -13,7 +13,8 @@ import numba
 import numpy as np
 
 from engine.kernels.arithmetic import exp, narrow, widen
-from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.convolution import convolve, silu, softplus
 from engine.kernels.memory import call, floats, halves, record_at
 from engine.kernels.parallel import kernels_at, loop_for
 
@@ -55,32 +56,6 @@ def gated_delta(address: Any) -> None:
     call(loop, (table.gated_delta_block, address, job.tokens * job.key_heads))
 
 
-@inline
-def _silu(x: Any) -> Any:
-    return x / (np.float32(1.0) + exp(-x))
-
-
-@helper
-def _convolve(address: Any, token: Any, first: Any, y_N: Any) -> None:
-    """Write silu of the convolution of some adjacent channels, and move these channels' inputs one place on."""
-    job = delta_at(address)
-    size, count = job.filter_size, y_N.shape[0]
-    channels = 2 * job.key_heads * job.key_size + job.heads * job.value_size
-    x_N = numba.carray(halves(job.mixed + 2 * (token * channels + first)), (count,))
-    filter_NK = numba.carray(halves(job.filters + 2 * first * size), (count, size))
-    last_SC = numba.carray(floats(job.last + 4 * token * (size - 1) * channels), (size - 1, channels))
-    for index in range(count):
-        x, channel = widen(x_N[index]), first + index
-        y = x * widen(filter_NK[index, size - 1])
-        for place in range(size - 1):
-            y += last_SC[place, channel] * widen(filter_NK[index, place])
-        for place in range(size - 2):
-            last_SC[place, channel] = last_SC[place + 1, channel]
-        if size > 1:
-            last_SC[size - 2, channel] = x
-        y_N[index] = _silu(y)
-
-
 @helper
 def _normalize(x_E: Any, epsilon: Any, factor: Any) -> None:
     squares = np.float32(0.0)
@@ -118,9 +93,7 @@ def _kept(address: Any, token: Any, head: Any) -> Any:
     """Return α of one head."""
     job = delta_at(address)
     decay = widen(numba.carray(halves(job.decay), (job.tokens, job.heads))[token, head])
-    decay += numba.carray(floats(job.decay_bias), (job.heads,))[head]
-    if decay < np.float32(20.0):  # beyond, softplus(x) is x in float32
-        decay = np.float32(np.log1p(np.exp(decay)))
+    decay = softplus(decay + numba.carray(floats(job.decay_bias), (job.heads,))[head])
     return exp(-exp(numba.carray(floats(job.log_rate), (job.heads,))[head]) * decay)
 
 
@@ -132,14 +105,17 @@ def gated_delta_block(address: Any, block: Any) -> None:
     keys, size, shared = job.key_heads * job.key_size, job.value_size, job.heads // job.key_heads
     query_E, key_E = np.empty(job.key_size, np.float32), np.empty(job.key_size, np.float32)
     value_V, mixed_V = np.empty(size, np.float32), np.empty(size, np.float32)
-    _convolve(address, token, group * job.key_size, query_E)
-    _convolve(address, token, keys + group * job.key_size, key_E)
+    channels = 2 * keys + job.heads * size
+    inputs, last = job.mixed + 2 * token * channels, job.last + 4 * token * (job.filter_size - 1) * channels
+    shape, unbiased = (job.filter_size, channels), 0
+    convolve(inputs, job.filters, unbiased, last, shape, group * job.key_size, query_E)
+    convolve(inputs, job.filters, unbiased, last, shape, keys + group * job.key_size, key_E)
     _normalize(query_E, job.key_epsilon, np.float32(1.0) / np.sqrt(np.float32(job.key_size)))
     _normalize(key_E, job.key_epsilon, np.float32(1.0))
     norm_V = numba.carray(halves(job.norm), (size,))
     for head in range(group * shared, (group + 1) * shared):
         place = token * job.heads + head
-        _convolve(address, token, 2 * keys + head * size, value_V)
+        convolve(inputs, job.filters, unbiased, last, shape, 2 * keys + head * size, value_V)
         logit = widen(numba.carray(halves(job.strength), (job.tokens * job.heads,))[place])
         strength = np.float32(1.0) / (np.float32(1.0) + exp(-logit))
         state = job.state + 4 * place * job.key_size * size
@@ -148,4 +124,4 @@ def gated_delta_block(address: Any, block: Any) -> None:
         results_V = numba.carray(halves(job.results + 2 * place * size), (size,))
         _normalize(mixed_V, job.epsilon * np.float32(size), np.sqrt(np.float32(size)))
         for index in range(size):
-            results_V[index] = narrow(mixed_V[index] * widen(norm_V[index]) * _silu(widen(gate_V[index])))
+            results_V[index] = narrow(mixed_V[index] * widen(norm_V[index]) * silu(widen(gate_V[index])))

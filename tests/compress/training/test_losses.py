@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+import compress.training.losses
 from compress.training.losses import next_token_loss, reconstruction_loss
 from engine.passes.streaming import chunk_tokens
 
@@ -37,6 +39,23 @@ def test_next_token_loss_of_a_bfloat16_model_is_summed_in_float32() -> None:
     logits = F.linear(hidden, head).double()[0, :-1]
     assert loss.dtype == torch.float32
     assert torch.isclose(loss.double(), F.cross_entropy(logits, tokens[0, 1:], reduction="sum"), rtol=1e-5)
+
+
+def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are added some at a time, the last piece a smaller one, to a sum that is rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3 * chunk_tokens(11), 8, generator=generator).bfloat16()
+    head = torch.randn(11, 8, generator=generator).bfloat16().requires_grad_()
+    tokens = torch.randint(11, hidden.shape[:2], generator=generator)
+    found = []
+    for rows in (4, 4096):
+        monkeypatch.setattr(compress.training.losses, "ROWS_ADDED", rows)
+        found.append(torch.autograd.grad(next_token_loss(hidden, head, tokens), head)[0])
+    assert torch.equal(*found)
+    wide = head.detach().double().requires_grad_()
+    loss = F.cross_entropy(F.linear(hidden.double(), wide)[0, :-1], tokens[0, 1:], reduction="sum")
+    expected = torch.autograd.grad(loss, wide)[0]
+    assert torch.allclose(found[0].double(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 def test_reconstruction_loss_is_the_frobenius_norm_of_each_sequence_summed() -> None:

@@ -360,6 +360,28 @@ def test_transposed_products_equal_float64(monkeypatch: pytest.MonkeyPatch) -> N
     assert got.shape == (20, 16) and torch.allclose(got.double(), exact, rtol=2e-2, atol=2e-2)
 
 
+def test_training_pads_tokens_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of tokens would be a new shape for oneDNN; padded ones have few, and add nothing to any gradient."""
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).bfloat16() / 4 for shape in ((24, 16), (24, 16), (16, 24))]
+    x, seen, gradients = torch.randn(70, 16).bfloat16(), [], []
+    for pads in (False, True):
+        monkeypatch.setattr(engine.decoder.experts, "multiplies_bfloat16", lambda _, pads=pads: pads)
+        expert, own = Expert(*(weight.clone() for weight in weights)), x.clone().requires_grad_()
+        monkeypatch.setattr(
+            expert, "units", lambda rows, choice, real=expert.units: seen.append(len(rows)) or real(rows, choice)
+        )
+        for parameter in expert.parameters():
+            parameter.requires_grad_(True)
+        made = expert(own)
+        assert made.shape == x.shape
+        made.float().square().sum().backward()
+        gradients.append([own.grad, *(parameter.grad for parameter in expert.parameters())])
+    assert seen == [70, 128]
+    for padded, whole in zip(*gradients, strict=True):
+        assert torch.allclose(padded.float(), whole.float(), rtol=2e-2, atol=2e-2 * float(whole.float().abs().max()))
+
+
 def test_outside_decoding_the_kernels_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.kernels.kernel_choice, "_load_kernels", lambda: pytest.fail("loaded"))
     with torch.no_grad():
