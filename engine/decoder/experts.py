@@ -57,7 +57,7 @@ SPARSE_MAX_TOKENS = 4
 MULTIPLE_OF_TOKENS = 16
 """Divisor to which the tokens of an expert are padded with zeros in a prefill."""
 MULTIPLE_IN_TRAINING = 64
-"""The same in training, where the backward pass has more products of each shape."""
+"""Divisor to which they are padded in training, where the backward pass has more products of each shape."""
 TRANSPOSED_FROM_TOKENS = 16
 """Minimum number of tokens for which bfloat16 products have the weight on the left.
 
