@@ -16,6 +16,7 @@ from compress.options.quantize import QuantiserOptions
 from compress.plans.adapted import adapted_planned_config, apply_adapted, check_fits_adapted
 from compress.plans.adapted_rounding import check_rounding
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
+from compress.plans.prediction_layers import PredictionTensor, kept_prediction
 from compress.plans.releasing import ReleasingSource
 from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
@@ -30,7 +31,13 @@ from engine.families.architecture import Architecture
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, DOWN_BIAS
 from engine.families.resolve import architecture_of, decoder_config
-from engine.families.results import as_dense, too_ragged_for_transformers, with_experts
+from engine.families.results import (
+    as_dense,
+    too_ragged_for_transformers,
+    with_experts,
+    with_prediction_layers,
+    without_prediction_layers,
+)
 from engine.families.tensor_names import (
     block_prefix,
     common_tensor,
@@ -167,6 +174,8 @@ def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
     common = checkpoint.config.common_widths | {layer: len(units) for layer, units in plan.common.items()}
     changed = with_experts(raw, counts, own_groups, _widths(plan, checkpoint), common)
     changed["architectures"] = [checkpoint.config.architecture.causal_lm_class]
+    if "block_configs" not in changed and kept_prediction(plan, checkpoint):
+        changed = with_prediction_layers(changed, raw)
     needs_code = "block_configs" in changed and architecture_of(changed).in_transformers
     needs_code = needs_code and too_ragged_for_transformers(changed) is None
     return changed | {"auto_map": remote_code.auto_map()} if needs_code else changed
@@ -247,6 +256,11 @@ def apply(
     schemes = _schemes(config, checkpoint, origins, made, quantiser)
     packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
     raw |= _quantisation(config, checkpoint, quantiser) if schemes or packed else {}
+    prediction: dict[str, PredictionTensor] = {}
+    if schemes:
+        raw |= without_prediction_layers(config.architecture)
+    elif plan.kind == "moe" and "block_configs" not in raw:
+        prediction = kept_prediction(plan, checkpoint)
     if schemes and too_ragged_for_transformers(raw, few_bits=True) is not None:
         raw.pop("auto_map", None)
     # Low-bit weights are stored one tensor per expert, also in families that stack experts.
@@ -262,6 +276,7 @@ def apply(
             layout[name] = dtype, one.shape
     layout |= {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
     layout |= checkpoint.derived
+    layout |= {name: (own.dtype, own.shape) for name, own in prediction.items()}
 
     def given(name: str) -> Tensor:
         tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
@@ -287,6 +302,8 @@ def apply(
                 writer.add_rows(part, releasing.after(pieces))
         for name in checkpoint.derived:
             writer.add_rows(name, releasing.after([checkpoint.derived_tensor(name)]))
+        for name, own_tensor in prediction.items():
+            writer.add_rows(name, releasing.after(own_tensor.pieces()))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:
         source = remote_code.render(checkpoint.config.architecture)

@@ -250,6 +250,19 @@ class Checkpoint(ModelDirectory):
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
+    @cached_property
+    def prediction_tensors(self) -> dict[str, StoredView]:
+        """The tensors of layers for multi-token prediction, by name; none of a GGUF file.
+
+        No command runs these layers. Scales of 8-bit floating point are part of their weights.
+        """
+        if self.gguf is not None:
+            return {}
+        own = [name for name in self._by_name if _predicts(name, self.config)]
+        scales = {name + SCALES for name in own}
+        views = {name: self._views[name] for name in own if name not in scales}
+        return {name: view for name, view in views.items() if isinstance(view, StoredView)}
+
     @property
     def parts_not_read(self) -> list[str]:
         """Names of the parts of a model around the language model."""
@@ -272,8 +285,14 @@ class Checkpoint(ModelDirectory):
         return None
 
     def prediction_choice(self, source: Checkpoint) -> str | None:
-        """A sentence about how the experts of layers for multi-token prediction were chosen; None where none are there."""
-        return None
+        """A sentence about what became of layers for multi-token prediction; self: the result. None if nothing did."""
+        if not source.prediction_layers:
+            return None
+        if not self.prediction_layers:
+            return "layers for multi-token prediction are left out, so that no program drafts with them"
+        if self.config.experts_per_layer == source.config.experts_per_layer:
+            return None
+        return prediction_rule("the engine", self.config.moe_layers[-1])
 
     def release(self) -> None:
         """Give resident pages of weights back to the operating system; tensors stay valid."""
@@ -369,6 +388,14 @@ class Checkpoint(ModelDirectory):
         return weight
 
 
+def prediction_rule(who: str, layer: int) -> str:
+    """Return a sentence about which experts layers for multi-token prediction keep, where `who` does not run them."""
+    return (
+        f"{who} does not run the layers for multi-token prediction, so their experts have no statistics; they "
+        f"keep those that layer {layer} keeps, and their drafts may be accepted less often"
+    )
+
+
 def in_parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
     """Yield consecutive rows of a tensor, in parts of about `size` bytes."""
     row = max(1, tensor[:1].numel() * tensor.element_size()) if tensor.dim() else 1
@@ -393,8 +420,12 @@ def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[
 
 def _is_ignorable(name: str, config: DecoderConfig) -> bool:
     """Return whether a tensor is unused: written by older tools, or part of multi-token prediction."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    if layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers:
-        return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
-    return tied_copy or is_prediction_tensor(config.architecture, name) or name.endswith(_OF_OLDER_TOOLS)
+    return tied_copy or _predicts(name, config) or name.endswith(_OF_OLDER_TOOLS)
+
+
+def _predicts(name: str, config: DecoderConfig) -> bool:
+    """Return whether a tensor belongs to a layer for multi-token prediction."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    is_further = layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers
+    return is_further or is_prediction_tensor(config.architecture, name)

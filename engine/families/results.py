@@ -42,7 +42,7 @@ def with_experts(
     distinct = {count for count in counts if count}
     width, changed_width = _one_width(row, family, counts, widths or {}, common or {})
     changed = {key: value for key, value in row.words.renamed(config).items() if key not in _OF_ANOTHER}
-    changed |= {"model_type": row.words.written_as or row.model_type} | _without_prediction_layers(row)
+    changed |= {"model_type": row.words.written_as or row.model_type} | without_prediction_layers(row)
     even = len(distinct) == 1 and _is_plain(row, max(distinct), row.router.group_count(family), of_layers.values())
     changed |= row.experts.with_counts(family, counts, width or row.experts.declared_width(family))
     changed |= changed_width
@@ -126,7 +126,15 @@ def width_entries(row: Architecture, family: Any, width: int, shared: int) -> di
     return None if others is None else {row.experts.width: width} | others
 
 
-def _without_prediction_layers(row: Architecture) -> dict[str, Any]:
+def with_prediction_layers(changed: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a changed config.json by which a model has as many layers for multi-token prediction as by `config`."""
+    own = without_prediction_layers(architecture_of(config)).keys()
+    others = {key: value for key, value in changed.items() if key not in own}
+    return others | {key: config[key] for key in own if key in config}
+
+
+def without_prediction_layers(row: Architecture) -> dict[str, Any]:
+    """Return the entry of a config.json by which a model has no layers for multi-token prediction."""
     return {} if row.prediction is None else {row.prediction.count: 0}
 
 
@@ -212,7 +220,7 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
     if (dense := sibling.layers.all_dense(family)) is not None:
         # The sibling is the mixture's own family, whose layers may all be dense.
         kept = {key: value for key, value in config.items() if key not in _OF_ANOTHER}
-        return kept | kind | dense | _without_prediction_layers(sibling)
+        return kept | kind | dense | without_prediction_layers(sibling)
     # The rotary parameters are always written whole, because old configs have them under other names.
     meant = family.to_dict()
     known, kept = _as_meant(config, meant, sibling.model_type, "rope_theta", "torch_dtype")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint, prediction_rule
 from engine.checkpoint.family_code import PLACES_KEY, own_class
 from engine.checkpoint.model_directory import check_generation
 from engine.checkpoint.pack_quantized import CONFIG_KEY, PACKED, QuantizedView, schemes_of
@@ -600,10 +600,7 @@ class AdaptedCheckpoint(Checkpoint):
             return None
         if not any(".experts." in name for name in there):
             return None
-        return (
-            "transformers does not run the layers for multi-token prediction, so their experts have no statistics; they "
-            f"keep those that layer {self.found.experts[-1].index} keeps, and their drafts may be accepted less often"
-        )
+        return prediction_rule("transformers", self.found.experts[-1].index)
 
     def kept_bytes(self, tokens: int, dtype: torch.dtype, *, gradients: bool) -> int:
         """Return the bytes of the hidden states that a pass keeps in memory.
