@@ -169,6 +169,8 @@ class Decoder(nn.Module):
         self.head_bias_V = frozen_tensor(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
         self._step = DecodeStep(config, self.layers)
+        self.watch: Callable[[Tensor], None] | None = None
+        """Called with the hidden states [B, L, D] of each forward pass after the last norm."""
         self.checkpoint_activations = False
         """Recompute each layer in the backward pass, so that only one layer's activations are in memory at a time."""
 
@@ -263,7 +265,10 @@ class Decoder(nn.Module):
                     x_BLD = layer(x_BLD, positions, cache)
         if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
-        return final_norm(self.config, x_BLD, self.norm, self.norm_bias, choice)
+        x_BLD = final_norm(self.config, x_BLD, self.norm, self.norm_bias, choice)
+        if self.watch is not None:
+            self.watch(x_BLD)
+        return x_BLD
 
     def forward(
         self,

@@ -46,6 +46,10 @@ LAYER_SCALAR = "layer_scalar"
 BLOCK_NORMS = ("shared_input_norm", "shared_output_norm", "routed_output_norm")
 """The engine's names of the norms around the shared expert and after the routed experts, where these have norms of their
 own. The norm before the routed experts has the usual name."""
+PREDICTION_NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+"""The norms of a layer for multi-token prediction: of the embedding, of the hidden state, and before the head."""
+PREDICTION_PROJECTION = "eh_proj.weight"
+"""The matrix by which both become the input of its layer."""
 _DECAYS = ("dt_bias", "A_log")
 _DENSE_DOWN = f"mlp.{PROJECTIONS[DOWN]}"
 _LAYERS = "model.layers"

@@ -9,7 +9,7 @@ Shape suffixes: B batch, L new positions, P all positions so far, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,12 +26,14 @@ from engine.checkpoint.tokenizer import check_same_tokens, end_tokens, load_toke
 from engine.checkpoint.tokenizer_checks import tokenizing
 from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache, position_bytes, state_bytes
 from engine.decoder.model import Decoder
+from engine.decoder.prediction import PredictionLayer
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
 from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.files.image_file import pictures_of
 from engine.generation.options import GenerateOptions, OpenOptions, SamplingOptions
+from engine.generation.prediction_draft import OWN_LAYERS, PredictionReader, check_predicts, open_prediction
 from engine.generation.report import (
     ExportedSkipCounter,
     Report,
@@ -42,7 +44,7 @@ from engine.generation.report import (
     resident_weights_bytes,
 )
 from engine.generation.sampling import penalised_rows, sample
-from engine.generation.speculative import Reader, Speculation
+from engine.generation.speculative import DraftReader, Reader, Speculation
 from engine.generation.text_stream import TextStream, plain_text
 from engine.kernels.devices import resolve_device, set_threads
 from engine.kernels.kernel_choice import (
@@ -107,6 +109,8 @@ class Engine:
             decoder.counter = self.skip_counter
         self.draft: Engine | None = None
         """Engine of the draft model, whose tokens this one verifies; None without a draft."""
+        self.prediction: PredictionLayer | None = None
+        """Layer for multi-token prediction that drafts in place of another model; None where none does."""
         self.draft_tokens = OpenOptions.draft_tokens
         self.skip_rule = OpenOptions.skip_rule
         """Rule by which requests skip experts (engine/decoder/skip_tables.py)."""
@@ -148,7 +152,8 @@ class Engine:
         or "auto". `kv_cache_dtype`: dtype of the KV cache, "float16", "bfloat16" or "int8", or "auto" for the compute
         dtype; the compiled attention kernels support bfloat16 only. `checksums`: first compare every file with its
         recorded checksum. `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a
-        time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023). `images`: prompts may
+        time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023); or "mtp": the model's
+        own layers for multi-token prediction. `images`: prompts may
         have images; transformers then runs the whole model, also one of a family that our own decoder runs. `progress`:
         shows the compilation of kernels, where there is any.
         """
@@ -161,8 +166,9 @@ class Engine:
             raise OptionError("a draft reads no images; leave out the draft, or the images")
         if checksums:
             compare_checksums(directory)
-        drafting = None if draft is None else resolve(str(draft))
-        if drafting is not None:
+        predicts = draft == OWN_LAYERS
+        drafting = None if draft is None or predicts else resolve(str(draft))
+        if drafting is not None or predicts:
             _check_pair(directory, drafting)
         if backend_of(directory, backend) == "onnx":
             if skip_threshold > 0:
@@ -203,7 +209,9 @@ class Engine:
         engine.load_seconds = time.perf_counter() - started
         if drafting is not None:
             engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums, progress=progress)
-            engine.draft_tokens = draft_tokens
+        if predicts:
+            engine.prediction = open_prediction(checkpoint, computed, place)
+        engine.draft_tokens = draft_tokens
         return engine
 
     def open_images(self) -> None:
@@ -279,7 +287,8 @@ class Engine:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights in the compute dtype; tied weights count once."""
-        return self.decoder.weights_bytes
+        own = 0 if self.prediction is None else sum(weight.nbytes for weight in self.prediction.parameters())
+        return self.decoder.weights_bytes + own
 
     @property
     def bytes_read_per_token(self) -> float | None:
@@ -408,7 +417,7 @@ class Engine:
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
         read = self._read(prompts, images)
         ids = [prompt.token_ids for prompt in read]
-        if self.draft is not None and len(ids) > 1:
+        if (self.draft is not None or self.prediction is not None) and len(ids) > 1:
             raise OptionError(
                 f"a draft model works on one prompt at a time, and {len(ids)} were given; give one, or no draft"
             )
@@ -435,9 +444,20 @@ class Engine:
 
     def _run(self, batch: _Batch) -> Iterator[None]:
         """Run the generation loop. Yields after each forward pass, with torch's global modes restored for the consumer."""
+        watching = self.decoder if isinstance(self.decoder, Decoder) else None
+        if watching is None or self.prediction is None:
+            yield from self._rounds(batch)
+            return
+        watching.watch = batch.watch(watching, self.prediction)
+        try:
+            yield from self._rounds(batch)
+        finally:
+            watching.watch = None
+
+    def _rounds(self, batch: _Batch) -> Iterator[None]:
         cache = batch.new_cache(self)
         logits_BV = self.prefill(batch.tokens_BL, batch.real(cache), cache)
-        speculation = None if self.draft is None else batch.speculate(self.draft, cache)
+        speculation = batch.speculate(cache)
         tokens_B = batch.postprocess(logits_BV)
         batch.grew(cache)
         yield
@@ -475,6 +495,7 @@ class _Batch:
         self._counter = engine.skip_counter
         self._engine = engine
         self._kv_cache_bytes = 0
+        self._draft: DraftReader | None = None
         self._speculation: Speculation | None = None
         prompts, later = [sequence.prompt for sequence in sequences], max_new_tokens - 1  # the last token is not read again
         self.tokens_BL, real_BP = left_padded(prompts, later)
@@ -508,13 +529,28 @@ class _Batch:
         """Take the size of a cache after a forward pass: that of transformers grows with its sequences."""
         self._kv_cache_bytes = max(self._kv_cache_bytes, cache.bytes)
 
-    def speculate(self, draft: Engine, cache: Cache) -> Speculation:
-        """Make the draft read the prompt, as the target has; `cache` is the target's cache."""
+    def watch(self, decoder: Decoder, layer: PredictionLayer) -> Callable[[Tensor], None]:
+        """Return what takes the decoder's hidden states, so that its own layer for multi-token prediction drafts."""
         own = self._engine
-        draft_cache = self.new_cache(draft)
-        draft.prefill(self.tokens_BL, None, draft_cache)
-        target, writer = Reader(own.steps, _own(cache)), Reader(draft.steps, _own(draft_cache))
-        self._speculation = Speculation(target, writer, own.draft_tokens, self._sampling, self._generator)
+        reader = PredictionReader(decoder, layer, self._real_BP.shape[1], own.kv_cache_dtype)
+        reader.kernels = own.prompt_kernels, own.decoding_kernels
+        self._kv_cache_bytes += reader.cache.bytes
+        self._draft = reader
+        return reader.watch
+
+    def speculate(self, cache: Cache) -> Speculation | None:
+        """Return the rounds of drafting, where there is a draft; `cache` is the target's, which has read the prompt.
+
+        A draft model reads it here.
+        """
+        own = self._engine
+        if own.draft is not None:
+            draft_cache = self.new_cache(own.draft)
+            own.draft.prefill(self.tokens_BL, None, draft_cache)
+            self._draft = Reader(own.draft.steps, _own(draft_cache))
+        if self._draft is not None:
+            target = Reader(own.steps, _own(cache))
+            self._speculation = Speculation(target, self._draft, own.draft_tokens, self._sampling, self._generator)
         return self._speculation
 
     def real(self, cache: Cache) -> Tensor | None:
@@ -664,9 +700,9 @@ def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpo
     return KV_CACHE_DTYPES[name]
 
 
-def _check_pair(target: Path, draft: Path) -> None:
-    """Raise OptionError unless `draft` can be the draft model of `target`."""
-    for directory in (target, draft):
+def _check_pair(target: Path, draft: Path | None) -> None:
+    """Raise OptionError unless `draft`, or for None the model's own layers, can draft for `target`."""
+    for directory in (target,) if draft is None else (target, draft):
         if backend_of(directory, "auto") == "onnx":
             raise OptionError(f"{directory}: is an exported model, and drafting needs checkpoints; give both as such")
         checkpoint = open_mixture_checkpoint(directory)
@@ -679,7 +715,10 @@ def _check_pair(target: Path, draft: Path) -> None:
             raise OptionError(
                 f"{directory}: layers with a state cannot undo tokens, which drafting requires; leave out the draft"
             )
-    check_same_tokens(Checkpoint(target), Checkpoint(draft))
+    if draft is None:
+        check_predicts(Checkpoint(target), target)
+    else:
+        check_same_tokens(Checkpoint(target), Checkpoint(draft))
 
 
 def _check_room(prompt_tokens: int, max_new_tokens: int, config: DecoderConfig, name: str) -> None:

@@ -49,7 +49,10 @@ class OpenOptions:
     )
     checksums: bool = option(False, group=MACHINE, help="First compare every file with the artifact's checksums.")
     draft: str | None = option(
-        None, group=DRAFT, help="A smaller model with the same tokenizer that drafts tokens; the text remains MODEL's."
+        None,
+        group=DRAFT,
+        help="A smaller model with the same tokenizer that drafts tokens, or `mtp`: MODEL's own layers for multi-token "
+        "prediction. The text remains MODEL's.",
     )
     draft_tokens: int = option(
         4, group=DRAFT, minimum=1, maximum=MOST_DRAFT_TOKENS, help="Tokens that it drafts before MODEL checks them."

@@ -9,6 +9,7 @@ Shape suffixes: K drafted tokens, L new positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +47,16 @@ def draw(weights_V: Tensor, uniform: float) -> int:
     return int(torch.searchsorted(sums_V, uniform * sums_V[-1], right=True))
 
 
+class DraftReader(Protocol):
+    """A source of drafted tokens, with the text that it has read."""
+
+    def read(self, text: Sequence[int]) -> Tensor:
+        """Read the new tokens of the text and return logits [L, V], the last row after all of the text."""
+
+    def keep(self, length: int) -> None:
+        """Forget all tokens beyond this length."""
+
+
 class Reader:
     """One of the two models, with the text that it has read in its cache."""
 
@@ -67,7 +78,7 @@ class Speculation:
     """Rounds of drafting and verification for one sequence, with statistics."""
 
     def __init__(
-        self, target: Reader, draft: Reader, draft_tokens: int, sampling: SamplingOptions, generator: torch.Generator
+        self, target: Reader, draft: DraftReader, draft_tokens: int, sampling: SamplingOptions, generator: torch.Generator
     ) -> None:
         self._target, self._draft, self._draft_tokens = target, draft, draft_tokens
         self._sampling, self._generator = sampling, generator

@@ -8,7 +8,7 @@ Each file of the compiled kernels for the CPU (Numba, optional: `pip install moe
 and `dot_products` (matrices times a few vectors), `low_bit` (matrices of 8 and 4 bits), `block_products` (matrices in GGUF's
 blocks, whose layouts are in `block_types`), `panels` (matrices times many
 vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts), `attention`,
-`gated_delta` (linear attention), and `step` (all layers for one token).
+`gated_delta` and `mamba2` (linear attention, both with the filters of `convolution`), and `step` (all layers for one token).
 Each file begins with the record that its kernels are given. `compiling` decides when a kernel is compiled, and
 `cache_directory` where the code is kept; kernels are written with `instructions`, `memory` and `arithmetic`.
 
