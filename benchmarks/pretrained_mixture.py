@@ -1,12 +1,13 @@
 """Every method on a mixture made of a real dense model (examples/real_mixture.py): perplexity over that of the mixture.
 
-    python benchmarks/real_mixture.py MIXTURE --dense MODEL --data TEXT --report TEXT [--made DIRECTORY] [--jobs 2]
+    python benchmarks/pretrained_mixture.py MIXTURE --way split --dense MODEL --data TEXT --report TEXT [--made DIRECTORY]
 
-MIXTURE is the trained mixture, MODEL the dense model that it was made of, and DIRECTORY the mixture before its training.
+MIXTURE is the trained mixture, MODEL the dense model that it was made of, and DIRECTORY the mixture before its training. `--way`
+is the way in which it was made: mixtures of both ways have a table each.
 Everything is calibrated on `--data`, the text of the mixture's training, and judged on windows of another text, `--report`;
 losses are paired by its documents. Results are made by the commands of this package, in a process of their own on one
-thread, and removed once they are measured. Finished rows are in benchmarks/results/real_mixture.jsonl, and a run that was
-interrupted goes on with the first that is missing.
+thread, and removed once they are measured. Finished rows are kept in benchmarks/results/pretrained_mixture_….jsonl, and a run
+that was interrupted goes on with the first that is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ EXPERT_METHODS = ("fisher", "taylor", "diep", "naee", "reap", "man", "mc-moe", "
 UNIT_METHODS = ("unit-obs", "unit-fisher", "unit-magnitude")
 MERGING = ("ream", "hc-smoe", "m-smoe", "s-smoe")
 SAMPLES = 128
-DONE = RESULTS / "real_mixture.jsonl"
+WAYS = ("split", "copies")
 
 
 class Row(NamedTuple):
@@ -102,7 +103,7 @@ def measured(row: Row, mixture: str, options: argparse.Namespace) -> dict[str, l
     if row.thresholds:
         calibrated(mixture, options.data)
         return {f"{each:g}": losses_on(mixture, options.report, options.windows, each) for each in row.thresholds}
-    output, found = BUILD / "real-mixture" / row.title.replace(", ", "-").replace(" ", "-"), {}
+    output, found = BUILD / "pretrained-mixture" / options.way / row.title.replace(", ", "-").replace(" ", "-"), {}
     output.parent.mkdir(parents=True, exist_ok=True)
     common = ["--threads", "1", "--evaluation-samples", "0"]
     if row.reads_text:
@@ -196,20 +197,21 @@ def in_text(figures: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-TABLES = {"real_mixture": table}
-IN_TEXT = {"real_mixture": in_text}
+TABLES = {f"pretrained_mixture_{way}": table for way in WAYS}
+IN_TEXT = {f"pretrained_mixture_{way}": in_text for way in WAYS}
 
 
 def arguments_of(options: argparse.Namespace) -> Sequence[str]:
     """Return the arguments that a worker needs."""
     named = [("--dense", options.dense), ("--made", options.made), ("--data", options.data), ("--report", options.report)]
-    sizes = ["--windows", str(options.windows), "--samples", str(options.samples)]
+    sizes = ["--way", options.way, "--windows", str(options.windows), "--samples", str(options.samples)]
     return [options.mixture, *(word for flag, value in named if value is not None for word in (flag, value)), *sizes]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("mixture", nargs="?", help="directory of the trained mixture")
+    parser.add_argument("--way", choices=WAYS, default=WAYS[0], help="the way in which it was made")
     parser.add_argument("--dense", help="the dense model that it was made of")
     parser.add_argument("--made", help="directory of the mixture before its training")
     parser.add_argument("--data", help="text for calibration")
@@ -233,19 +235,20 @@ def main() -> None:
     wholes = [FULL, DENSE] + ([MADE] if options.made else [])
     titles = wholes + [row.title for row in rows(experts_of(options.mixture))]
     wanted = titles if options.rows is None else [*wholes, *options.rows.split(";")]
-    missing = [title for title in wanted if title not in {run["title"] for run in remembered(DONE)}]
+    store = RESULTS / f"pretrained_mixture_{options.way}.jsonl"
+    missing = [title for title in wanted if title not in {run["title"] for run in remembered(store)}]
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda title: in_own_process(title, options), missing))
-    found = {run["title"]: run for run in remembered(DONE)}
-    save("real_mixture", {"runs": [found[title] for title in titles if title in found]})
+        list(pool.map(lambda title: in_own_process(title, options, store), missing))
+    found = {run["title"]: run for run in remembered(store)}
+    save(store.stem, {"runs": [found[title] for title in titles if title in found]})
 
 
-def in_own_process(title: str, options: argparse.Namespace) -> None:
+def in_own_process(title: str, options: argparse.Namespace, store: Path) -> None:
     """Run one row in a process with one thread, and remember it."""
     command = [sys.executable, __file__, *arguments_of(options), "--worker", title]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    remember(DONE, json.loads(ended.stdout.splitlines()[-1]))
+    remember(store, json.loads(ended.stdout.splitlines()[-1]))
     print(f"{title}: done", file=sys.stderr, flush=True)
 
 
