@@ -2,12 +2,12 @@
 
     python benchmarks/pretrained_mixture.py MIXTURE --way split --dense MODEL --data TEXT --report TEXT [--made DIRECTORY]
 
-MIXTURE is the trained mixture, MODEL the dense model that it was made of, and DIRECTORY the mixture before its training. `--way`
-is the way in which it was made: mixtures of both ways have a table each.
-Everything is calibrated on `--data`, the text of the mixture's training, and judged on windows of another text, `--report`;
-losses are paired by its documents. Results are made by the commands of this package, in a process of their own on one
-thread, and removed once they are measured. Finished rows are kept in benchmarks/results/pretrained_mixture_….jsonl, and a run
-that was interrupted goes on with the first that is missing.
+MIXTURE is the trained mixture, MODEL the dense model that it was made of, and DIRECTORY the mixture before its training.
+`--way` is the way in which it was made: mixtures of both ways have a table each. Everything is calibrated on `--data`, the
+text of the mixture's training, and judged on windows of another text, `--report`; losses are paired by its documents.
+Results are made by the commands of this package, in a process of their own on one thread, and removed once they are
+measured. Finished rows are kept in benchmarks/results/pretrained_mixture_WAY.jsonl, and a run that was interrupted goes on
+with the first that is missing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def losses_on(directory: str, report: str, count: int, threshold: float = 0.0) -
 
     decoder: Any = Engine.open(directory, dtype="bfloat16", threads=1, skip_threshold=threshold).decoder
     with torch.inference_mode():
-        return window_losses(decoder, windows_of(directory, "report", count, report).tokens_SL)
+        return window_losses(decoder, windows_of(directory, "all", count, report).tokens_SL)
 
 
 def measured(row: Row, mixture: str, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -122,7 +122,7 @@ def run_one(title: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the losses of one row."""
     wholes = {DENSE: options.dense, MADE: options.made, FULL: options.mixture}
     if title in wholes:
-        windows = windows_of(options.mixture, "report", options.windows, options.report)
+        windows = windows_of(options.mixture, "all", options.windows, options.report)
         losses = losses_on(wholes[title], options.report, options.windows)
         return {"title": title, "losses": {"0": losses}, "documents": windows.documents_S.tolist()}
     row = next(each for each in rows(experts_of(options.mixture)) if each.title == title)
