@@ -18,6 +18,7 @@ from compress.methods import METHODS, methods_of
 from compress.methods.cka import REMOVED_EXPERTS
 from compress.methods.criterion import aligning, averaging, criterion_of
 from compress.methods.inputs import MethodRun, Prunable
+from compress.methods.prediction_experts import with_prediction
 from compress.methods.unit_criterion import include_of
 from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
@@ -351,7 +352,7 @@ def _own_steps(options: PruneOptions, prepared: Prunable) -> tuple[RecoverOption
 
 def make_plan(run: MethodRun) -> Plan:
     """Return the plan of the run's method."""
-    return criterion_of(run.options.method).plan(run)
+    return with_prediction(run, criterion_of(run.options.method).plan(run))
 
 
 def recovered(run: MethodRun, plan: Plan, made: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -88,6 +88,8 @@ class Plan:
     common: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Hidden units that stay of the FFN that every token uses (DecoderConfig.common_widths), ascending, by decoder layer
     index; a layer that is not named keeps all."""
+    prediction: tuple[int, ...] = ()
+    """Experts that the first layer for multi-token prediction keeps, ascending; empty for those of the last MoE layer."""
 
     @property
     def experts_per_layer(self) -> tuple[int, ...]:
@@ -169,12 +171,25 @@ def check_plan(plan: Plan, layers: Mapping[int, MoeConfig], common: Mapping[int,
         for index, expert in enumerate(planned):
             _check_expert(expert, f"{where}, expert {index}", layers[layer], plan.kind)
     _check_common(plan, common)
+    _check_prediction(plan, layers)
     widest = max((moe.expert_width for moe in layers.values()), default=0)
     for layer, planned in plan.layers.items() if plan.kind == "moe" else ():
         if (width := max(expert_width(expert, layers[layer]) for expert in planned)) > widest:
             raise PlanError(
                 f"plan, layer {layer}: has an expert that is {width} hidden units wide; the model's are {widest} at most"
             )
+
+
+def _check_prediction(plan: Plan, layers: Mapping[int, MoeConfig]) -> None:
+    if not plan.prediction:
+        return
+    last, where = max(plan.layers), "plan, layer for multi-token prediction"
+    if list(plan.prediction) != sorted(set(plan.prediction)) or not 0 <= plan.prediction[0] <= plan.prediction[-1] < (
+        layers[last].experts
+    ):
+        raise PlanError(f"{where}: name experts from 0 to {layers[last].experts - 1} once each, in ascending order")
+    if len(plan.prediction) != len(plan.layers[last]):
+        raise PlanError(f"{where}: keeps {len(plan.prediction)} experts, and layer {last} {len(plan.layers[last])}")
 
 
 def _check_common(plan: Plan, widths: Mapping[int, int]) -> None:
@@ -246,7 +261,13 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "kind": plan.kind,
         "layers": {str(layer): [_expert_to_json(e) for e in plan.layers[layer]] for layer in sorted(plan.layers)},
-    } | ({"common": {str(layer): _in_one_line(plan.common[layer]) for layer in sorted(plan.common)}} if plan.common else {})
+        **(
+            {"common": {str(layer): _in_one_line(plan.common[layer]) for layer in sorted(plan.common)}}
+            if plan.common
+            else {}
+        ),
+        **({"prediction": _in_one_line(plan.prediction)} if plan.prediction else {}),
+    }
 
 
 def _expert_to_json(expert: PlannedExpert) -> Any:
@@ -302,7 +323,11 @@ def plan_from_json(values: Any) -> Plan:
             common[int(name)] = kept
         except (TypeError, ValueError) as error:
             raise PlanError(f"plan, common FFN of layer {shown(name)}: {error}") from error
-    return Plan(layers, values.get("kind", "moe"), common)
+    try:
+        prediction = _units(values.get("prediction")) or ()
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"plan, prediction: {error}; expected numbers of experts") from error
+    return Plan(layers, values.get("kind", "moe"), common, prediction)
 
 
 def _is_number(name: Any) -> bool:

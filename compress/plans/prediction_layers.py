@@ -1,8 +1,8 @@
 """Layers for multi-token prediction in the result of a Plan: which entries of their tensors stay, under which names.
 
-The engine does not run these layers, so their experts have no statistics of their own. Their names end as those of the last
-layer with experts, and they keep the numbers that this layer keeps. They stay where the result is a plain checkpoint whose
-layers are as wide as the source's, so that programs that run them can load them; otherwise they are left out.
+Names of their tensors end as those of the last layer with experts. They keep the experts that the plan says for them, or the
+numbers that this layer keeps. They stay where the result is a plain checkpoint whose layers are as wide as the source's, so
+that programs that run them can load them; otherwise they are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from compress.plans.plan import Plan, expert_width
 from engine.checkpoint.checkpoint import Checkpoint, in_parts
 from engine.checkpoint.stored_views import StoredView
 from engine.families.config import DecoderConfig
-from engine.families.tensor_names import expert_parts, expert_tensor, stacks_in_memory, stacks_on_disk
+from engine.families.tensor_names import (
+    expert_parts,
+    expert_tensor,
+    prediction_names,
+    stacks_in_memory,
+    stacks_on_disk,
+)
 from engine.families.tensor_shapes import expert_rows
 from engine.files.mapped_file import RELEASE_EVERY_BYTES
 
@@ -69,13 +75,20 @@ def kept_prediction(plan: Plan, checkpoint: Checkpoint) -> dict[str, PredictionT
             return {}
     last = max(plan.layers)
     rows = [expert.copied_row for expert in plan.layers[last]]
-    return {} if None in rows else _taken(config, last, there, [int(row) for row in rows if row is not None])
+    if None in rows:
+        return {}
+    own = set(prediction_names(config.architecture, len(config.layers), there).values()) if plan.prediction else set()
+    first = {name: view for name, view in there.items() if name in own}
+    others = {name: view for name, view in there.items() if name not in own}
+    parts = (first, plan.prediction), (others, [int(row) for row in rows if row is not None])
+    taken = [_taken(config, last, part, kept) for part, kept in parts]
+    return {} if None in taken else {name: tensor for part in taken if part is not None for name, tensor in part.items()}
 
 
 def _taken(
     config: DecoderConfig, last: int, there: Mapping[str, StoredView], rows: Sequence[int]
-) -> dict[str, PredictionTensor]:
-    """Return the tensors with these experts; none if a layer's experts are not those of the last layer with experts."""
+) -> dict[str, PredictionTensor] | None:
+    """Return the tensors with these experts; None if a layer's experts are not those of the last layer with experts."""
     one, every = _endings(config, last)
     numbers = {row: [new for new, old in enumerate(rows) if old == row] for row in rows}
     kept: dict[str, PredictionTensor] = {}
@@ -89,14 +102,14 @@ def _taken(
         elif ending in every:
             count = config.experts_by_layer[last]
             if count not in view.shape:
-                return {}
+                return None
             kept[name] = PredictionTensor(view, view.shape.index(count), tuple(rows))
         elif ".experts." in name:
-            return {}
+            return None
         else:
             kept[name] = PredictionTensor(view)
     every_expert = set(range(config.experts_by_layer[last]))
-    return kept if all(experts == every_expert for experts in found.values()) else {}
+    return kept if all(experts == every_expert for experts in found.values()) else None
 
 
 def _endings(config: DecoderConfig, layer: int) -> tuple[dict[str, tuple[int, str]], set[str]]:

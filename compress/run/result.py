@@ -290,7 +290,8 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
         "peak_memory_bytes": peak_memory_bytes(),
         "loading_note": result.loading_note,
     }
-    if (note := result.prediction_note or result.prediction_choice(source)) is not None:
+    choice = result.prediction_choice(source, has_own_experts=bool(made.plan.prediction))
+    if (note := result.prediction_note or choice) is not None:
         own["prediction_note"] = note
     rounding: Mapping[str, object] = made.quantiser.figures(source, result) if made.quantiser else {}
     return cast(ModelFigures, {**own, **made.figures, **rounding})

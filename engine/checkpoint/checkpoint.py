@@ -251,16 +251,18 @@ class Checkpoint(ModelDirectory):
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
     @cached_property
-    def prediction_tensors(self) -> dict[str, StoredView]:
-        """The tensors of layers for multi-token prediction, by name; none of a GGUF file.
+    def prediction_files(self) -> dict[str, MappedFile]:
+        """The file of each tensor of layers for multi-token prediction, by name; none of a GGUF file."""
+        files = {} if self.gguf is not None else self._by_name
+        own = {name for name in files if _predicts(name, self.config)}
+        return {name: file for name, file in files.items() if name in own or name.removesuffix(SCALES) in own}
 
-        No command runs these layers. Scales of 8-bit floating point are part of their weights.
-        """
-        if self.gguf is not None:
-            return {}
-        own = [name for name in self._by_name if _predicts(name, self.config)]
-        scales = {name + SCALES for name in own}
-        views = {name: self._views[name] for name in own if name not in scales}
+    @cached_property
+    def prediction_tensors(self) -> dict[str, StoredView]:
+        """These tensors by name. Scales of 8-bit floating point are part of their weights."""
+        there = self.prediction_files
+        scales = {name + SCALES for name in there}
+        views = {name: self._views[name] for name in there if name not in scales}
         return {name: view for name, view in views.items() if isinstance(view, StoredView)}
 
     @property
@@ -284,15 +286,23 @@ class Checkpoint(ModelDirectory):
         """A sentence about layers for multi-token prediction that do not fit config.json; None where there are none."""
         return None
 
-    def prediction_choice(self, source: Checkpoint) -> str | None:
-        """A sentence about what became of layers for multi-token prediction; self: the result. None if nothing did."""
+    def prediction_choice(self, source: Checkpoint, *, has_own_experts: bool = False) -> str | None:
+        """A sentence about what became of layers for multi-token prediction; self: the result. None if nothing did.
+
+        has_own_experts: whether the first one's experts were chosen by statistics of its own.
+        """
         if not source.prediction_layers:
             return None
         if not self.prediction_layers:
             return "layers for multi-token prediction are left out, so that no program drafts with them"
         if self.config.experts_per_layer == source.config.experts_per_layer:
             return None
-        return prediction_rule("the engine", self.config.moe_layers[-1])
+        if has_own_experts:
+            return (
+                "the first layer for multi-token prediction keeps its best experts by REAP's score on their own statistics; "
+                "its drafts may be accepted less often"
+            )
+        return prediction_rule("this run", self.config.moe_layers[-1])
 
     def release(self) -> None:
         """Give resident pages of weights back to the operating system; tensors stay valid."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from engine.families.values import above_zero, natural
 
+_FURTHER = "model.layers.{number}."
+
 
 @dataclass(frozen=True)
 class Head:
@@ -24,12 +26,22 @@ class Head:
 
 @dataclass(frozen=True)
 class PredictionLayers:
-    """Layers for multi-token prediction. They follow the last layer in a checkpoint and are not read."""
+    """Layers for multi-token prediction. They follow the last layer in a checkpoint and are not part of the decoder."""
 
     count: str = "num_nextn_predict_layers"
     """Config key of their number. Results leave these layers out and have 0 there."""
     prefix: str | None = None
     """Prefix of the names of their tensors, if these are not named as further layers."""
+    layer: str = _FURTHER
+    """Beginning of the names of the first one's tensors. number: that of the decoder's layers."""
+    norms: tuple[str, str, str] = (
+        f"{_FURTHER}enorm.weight",
+        f"{_FURTHER}hnorm.weight",
+        f"{_FURTHER}shared_head.norm.weight",
+    )
+    """Names of its norms: of the embedding, of the hidden state, and before the head."""
+    projection: str = f"{_FURTHER}eh_proj.weight"
+    """Name of the matrix by which both become the input of its layer."""
 
     def number(self, family: Any) -> int:
         """Return the number of these layers, by the config."""

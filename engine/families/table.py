@@ -176,13 +176,19 @@ _MINIMAX_AUTHORS = AuthorsWords(
 )
 
 # Qwen3.5, and Qwen3.6 under the same name
+_QWEN_PREDICTION = PredictionLayers(
+    prefix="mtp.",
+    layer="mtp.layers.0.",
+    norms=("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"),
+    projection="mtp.fc.weight",
+)
 _QWEN3_5 = Architecture(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     attention=SplitGatedDelta("head", qkv_bias="attention_bias", output_bias="attention_bias"),
     rotation=PartialRotation(),
     norms=ZeroCenteredNorms(),
-    prediction=PredictionLayers("mtp_num_hidden_layers", prefix="mtp."),
+    prediction=replace(_QWEN_PREDICTION, count="mtp_num_hidden_layers"),
     settings=only(attn_output_gate=True, output_gate_type="swish")
     | unused("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
 )
@@ -232,7 +238,7 @@ _ROWS = (
         shared=SharedExpert(gate="shared_expert_gate.weight"),
         layers=SparseStep(),
         norms=ZeroCenteredNorms(),
-        prediction=PredictionLayers(prefix="mtp."),
+        prediction=_QWEN_PREDICTION,
         dense_sibling="qwen3_next",
     ),
     replace(

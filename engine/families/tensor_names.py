@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from engine.families.architecture import Architecture
@@ -46,10 +47,10 @@ LAYER_SCALAR = "layer_scalar"
 BLOCK_NORMS = ("shared_input_norm", "shared_output_norm", "routed_output_norm")
 """The engine's names of the norms around the shared expert and after the routed experts, where these have norms of their
 own. The norm before the routed experts has the usual name."""
-PREDICTION_NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
-"""The norms of a layer for multi-token prediction: of the embedding, of the hidden state, and before the head."""
-PREDICTION_PROJECTION = "eh_proj.weight"
-"""The matrix by which both become the input of its layer."""
+PREDICTION_NORMS = ("embedding_norm.weight", "state_norm.weight", "final_norm.weight")
+"""The engine's names of the norms of a layer for multi-token prediction (PredictionLayers.norms)."""
+PREDICTION_PROJECTION = "projection.weight"
+"""The engine's name of its matrix (PredictionLayers.projection)."""
 _DECAYS = ("dt_bias", "A_log")
 _DENSE_DOWN = f"mlp.{PROJECTIONS[DOWN]}"
 _LAYERS = "model.layers"
@@ -254,6 +255,23 @@ def router_module(row: Architecture) -> str:
 def sinks_tensor(layer: int) -> str:
     """Return the name on disk of a layer's attention sinks [heads]."""
     return f"model.layers.{layer}.self_attn.{SINKS}"
+
+
+def prediction_names(row: Architecture, number: int, stored: Iterable[str]) -> dict[str, str]:
+    """Return which stored tensors make the first layer for multi-token prediction, by names of a decoder's layer 0.
+
+    number: that of the decoder's layers. stored: names of tensors in the files.
+    """
+    own = row.prediction
+    if own is None:
+        return {}
+    outer = dict(zip((*own.norms, own.projection), (*PREDICTION_NORMS, PREDICTION_PROJECTION), strict=True))
+    names = {theirs.format(number=number): f"{_LAYERS}.0.{ours}" for theirs, ours in outer.items()}
+    prefix = own.layer.format(number=number)
+    on_disk = row.disk_names.get(_LAYERS, _LAYERS)
+    found = {name: names.get(name, f"{on_disk}.0.{name.removeprefix(prefix)}") for name in stored if name.startswith(prefix)}
+    found |= {name: ours for name, ours in names.items() if name in set(stored)}
+    return {ours: name for name, ours in found.items()}
 
 
 def is_prediction_tensor(row: Architecture, name: str) -> bool:

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.prediction_layer import PredictionTensors
 from engine.decoder.kv_cache import KeyValueCache
-from engine.decoder.model import Decoder, TensorSource
-from engine.decoder.prediction import PredictionLayer, prediction_config, prediction_name, prediction_tensors
-from engine.errors import CheckpointError, OptionError
+from engine.decoder.model import Decoder
+from engine.decoder.prediction import PredictionLayer
+from engine.errors import OptionError
 from engine.kernels.kernel_choice import DECODING, PROMPT, KernelChoice
-
-if TYPE_CHECKING:
-    from engine.kernels.quantized_weight import Weight
 
 OWN_LAYERS = "mtp"
 """The draft's name in options."""
@@ -32,38 +29,21 @@ _POSITIONS_AT_ONCE = 512
 
 
 def check_predicts(checkpoint: Checkpoint, path: Path) -> None:
-    """Raise OptionError or CheckpointError unless a model has layers for multi-token prediction that can draft."""
-    config = checkpoint.config
-    last = len(config.layers)
+    """Raise OptionError or CheckpointError unless a model has a layer for multi-token prediction that can draft."""
     if not checkpoint.prediction_layers:
         raise OptionError(f"{path}: has no layers for multi-token prediction; give a smaller model as the draft, or none")
-    if config.linear_layers or not config.moe_layers or checkpoint.schemes_used:
+    if checkpoint.config.linear_layers or checkpoint.schemes_used or checkpoint.gguf is not None:
         raise OptionError(
             f"{path}: its layers for multi-token prediction cannot draft, because the model has layers with a state, which "
             "cannot undo tokens, or low-bit weights; leave out the draft"
         )
-    there = checkpoint.prediction_tensors
-    for name, shape in prediction_tensors(prediction_config(config)).items():
-        stored = prediction_name(name, last)
-        if stored not in there or there[stored].shape != shape:
-            found = f"of shape {list(there[stored].shape)}" if stored in there else "missing"
-            raise CheckpointError(
-                f"{path}: tensor {stored} is {found}, and drafting with the layers for multi-token prediction needs it of "
-                f"shape {list(shape)}; leave out the draft"
-            )
+    PredictionTensors(checkpoint)
 
 
-def open_prediction(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> PredictionLayer:
-    """Return the first layer for multi-token prediction of a model that `check_predicts` has accepted."""
-    config, source = prediction_config(checkpoint.config), checkpoint.source(dtype, device)
-    return PredictionLayer(config, _renamed(source, len(checkpoint.config.layers))).eval()
-
-
-def _renamed(source: TensorSource, layer: int) -> TensorSource:
-    def tensor(name: str) -> Weight:
-        return source(prediction_name(name, layer))
-
-    return tensor
+def open_prediction(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> PredictionLayer:
+    """Return the first layer for multi-token prediction of a model. Raises the errors of PredictionTensors."""
+    tensors = PredictionTensors(checkpoint)
+    return PredictionLayer(tensors.config, tensors.source(dtype, device)).eval()
 
 
 class PredictionReader:

@@ -593,7 +593,7 @@ class AdaptedCheckpoint(Checkpoint):
             "programs that run these layers cannot load them, and transformers leaves them out"
         )
 
-    def prediction_choice(self, source: Checkpoint) -> str | None:
+    def prediction_choice(self, source: Checkpoint, *, has_own_experts: bool = False) -> str | None:
         """A sentence where experts of layers for multi-token prediction were removed; self: the result. Else None."""
         there = self.stored_shapes.keys() - self.targets.keys()
         if self.prediction_note is not None or self.config.experts_per_layer == source.config.experts_per_layer:

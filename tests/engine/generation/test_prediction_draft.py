@@ -10,12 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import reference_model, save_reference
+from predicting_models import save_predicting
 from safetensors.torch import load_file, save_file
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from torch import Tensor
 
 import cli
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import CheckpointError, OptionError
 from engine.generation.generate import Engine
@@ -23,39 +23,12 @@ from engine.generation.options import SamplingOptions
 from engine.generation.prediction_draft import PredictionReader, open_prediction
 
 PROMPT = "def read(path):"
-FAMILIES = {
-    "deepseek_v3": "num_nextn_predict_layers",
-    "glm4_moe": "num_nextn_predict_layers",
-    "glm4_moe_lite": "num_nextn_predict_layers",
-    "minimax_m2": "num_mtp_modules",
-}
-"""Config key of the number of layers for multi-token prediction."""
-
-
-def save_predicting(family: str, path: Path, own: dict[str, Tensor] | None = None) -> Path:
-    """Save a model with a layer for prediction: the weights of its last layer plus noise, and `own` tensors by last name."""
-    save_reference(family, path, vocab_size=VOCABULARY)
-    add_tokenizer(path)
-    layers, hidden = len(Checkpoint(path).config.layers), Checkpoint(path).config.hidden_size
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(3)
-    added = {
-        name.replace(f".{layers - 1}.", f".{layers}.", 1): tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in tensors.items()
-        if f"layers.{layers - 1}." in name
-    }
-    extra = {name: 1.0 + 0.1 * torch.randn(hidden, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
-    extra["eh_proj"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
-    added |= {f"model.layers.{layers}.{name}.weight": tensor for name, tensor in (extra | (own or {})).items()}
-    save_file(tensors | added, path / "model.safetensors", metadata={"format": "pt"})
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | {FAMILIES[family]: 1}))
-    return path
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, save_predicting(request.param, tmp_path_factory.mktemp(request.param) / "model")
+    return request.param, save_predicting(request.param, tmp_path_factory.mktemp(request.param) / "model").directory
 
 
 @torch.no_grad()
@@ -127,7 +100,7 @@ def test_the_text_is_that_of_the_model(predicting: tuple[str, Path], draft_token
 @pytest.mark.parametrize("reads", ["the next token", "the state"])
 def test_a_layer_that_knows_the_next_token_is_always_right(reads: str, tmp_path: Path) -> None:
     """With layers that add nothing, a model's next token follows from the last token alone: the token of the draft."""
-    path = save_predicting("glm4_moe", tmp_path / "model")
+    path = save_predicting("glm4_moe", tmp_path / "model").directory
     tensors = load_file(path / "model.safetensors")
     hidden = tensors["model.norm.weight"].shape[0]
     eye, nothing = torch.eye(hidden), torch.zeros(hidden, hidden)
@@ -183,15 +156,15 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     save_reference("qwen3_next", tmp_path / "states", vocab_size=VOCABULARY)
     with pytest.raises(OptionError, match="layers with a state cannot undo tokens"):
         Engine.open(tmp_path / "states", draft="mtp")
-    path = save_predicting("glm4_moe", tmp_path / "model", {"eh_proj": torch.ones(2, 4)})
-    with pytest.raises(CheckpointError, match=r"eh_proj\.weight is of shape \[2, 4\]"):
+    path = save_predicting("glm4_moe", tmp_path / "model", {"eh_proj": torch.ones(2, 4)}).directory
+    with pytest.raises(CheckpointError, match=r"eh_proj\.weight of the layer for multi-token prediction has shape \[2, 4\]"):
         Engine.open(path, draft="mtp")
     with pytest.raises(OptionError, match="one prompt at a time"):
-        Engine.open(save_predicting("glm4_moe", tmp_path / "two"), draft="mtp").generate(["a", "b"])
+        Engine.open(save_predicting("glm4_moe", tmp_path / "two").directory, draft="mtp").generate(["a", "b"])
 
 
 def test_the_command_reports_the_draft(tmp_path: Path) -> None:
-    path = save_predicting("glm4_moe", tmp_path / "model")
+    path = save_predicting("glm4_moe", tmp_path / "model").directory
     arguments = ["generate", str(path), "--prompt", PROMPT, "-n", "8", "--json"]
     drafted, alone = (CliRunner().invoke(cli.main, [*arguments, *more]) for more in (["--draft", "mtp"], []))
     assert drafted.exit_code == alone.exit_code == 0, drafted.output
