@@ -6,8 +6,9 @@ MIXTURE is the trained mixture, MODEL the dense model that it was made of, and D
 `--way` is the way in which it was made: mixtures of both ways have a table each. Everything is calibrated on `--data`, the
 text of the mixture's training, and judged on windows of another text, `--report`; losses are paired by its documents.
 Results are made by the commands of this package, in a process of their own on one thread, and removed once they are
-measured. Finished rows are kept in benchmarks/results/pretrained_mixture_WAY.jsonl, and a run that was interrupted goes on
-with the first that is missing.
+measured. `--tasks` also runs a task of lm-evaluation-harness on the whole models and on some results that lost half of
+their experts' parameters. Finished rows are kept in benchmarks/results/pretrained_mixture_WAY.jsonl, and a run that was
+interrupted goes on with the first that is missing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ EXPERT_METHODS = ("fisher", "taylor", "diep", "naee", "reap", "man", "mc-moe", "
 UNIT_METHODS = ("unit-obs", "unit-fisher", "unit-magnitude")
 MERGING = ("ream", "hc-smoe", "m-smoe", "s-smoe")
 SAMPLES = 128
+TASK = "task, "
+"""Beginning of the titles of rows that hold a task's accuracy."""
+ON_TASK = ("reap, whole experts", "unit-obs, units, global, refit", "unit-obs, units, one width, refit", "4 bits")
+"""Rows whose results are also measured on a task, with half of the parameters removed."""
 WAYS = ("split", "copies")
 
 
@@ -98,12 +103,29 @@ def losses_on(directory: str, report: str, count: int, threshold: float = 0.0) -
         return window_losses(decoder, windows_of(directory, "all", count, report).tokens_SL)
 
 
-def measured(row: Row, mixture: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the losses of a row's results by share or threshold; the results are made in a directory and removed."""
-    if row.thresholds:
-        calibrated(mixture, options.data)
-        return {f"{each:g}": losses_on(mixture, options.report, options.windows, each) for each in row.thresholds}
-    output, found = BUILD / "pretrained-mixture" / options.way / row.title.replace(", ", "-").replace(" ", "-"), {}
+def accuracy(directory: str, options: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of a model on the task, computed in bfloat16."""
+    command = [sys.executable, "-m", "cli", "evaluate", directory, "--tasks", options.tasks, "--limit", str(options.limit)]
+    words = [*command, "--threads", "1", "--dtype", "bfloat16", "--json"]
+    ended = subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    (figures,) = json.loads(ended.stdout.splitlines()[-1])["value"].values()
+    return {name: value for name, value in figures.items() if isinstance(value, float)}
+
+
+def on_task(title: str, options: argparse.Namespace) -> dict[str, float]:
+    """Return the accuracy of a whole model, or of the result of a row that lost half of its parameters if it lost any."""
+    wholes = {DENSE: options.dense, MADE: options.made, FULL: options.mixture}
+    if title in wholes:
+        return accuracy(wholes[title], options)
+    row = next(each for each in rows(experts_of(options.mixture)) if each.title == title)
+    row = row._replace(shares=tuple(share for share in row.shares if share == 0.5))
+    (found,) = (accuracy(place, options) for _, place in results_of(row, options.mixture, options))
+    return found
+
+
+def results_of(row: Row, mixture: str, options: argparse.Namespace) -> Iterator[tuple[float, str]]:
+    """Make a row's results; yield the share and the directory of each, which is removed afterwards."""
+    output = BUILD / "pretrained-mixture" / options.way / row.title.replace(", ", "-").replace(" ", "-")
     output.parent.mkdir(parents=True, exist_ok=True)
     common = ["--threads", "1", "--evaluation-samples", "0"]
     if row.reads_text:
@@ -113,14 +135,24 @@ def measured(row: Row, mixture: str, options: argparse.Namespace) -> dict[str, l
         command = [sys.executable, "-m", "cli", name, mixture, *words, "-o", str(output), *common]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
         for share, place in places.items():
-            found[f"{share:g}"] = losses_on(str(output / place), options.report, options.windows)
+            yield share, str(output / place if len(places) > 1 or row.command[0] != "prune" else output)
     shutil.rmtree(output)
-    return found
+
+
+def measured(row: Row, mixture: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the losses of a row's results by share or threshold; the results are made in a directory and removed."""
+    if row.thresholds:
+        calibrated(mixture, options.data)
+        return {f"{each:g}": losses_on(mixture, options.report, options.windows, each) for each in row.thresholds}
+    made = results_of(row, mixture, options)
+    return {f"{share:g}": losses_on(place, options.report, options.windows) for share, place in made}
 
 
 def run_one(title: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the losses of one row."""
     wholes = {DENSE: options.dense, MADE: options.made, FULL: options.mixture}
+    if title.startswith(TASK):
+        return {"title": title, "task": on_task(title.removeprefix(TASK), options)}
     if title in wholes:
         windows = windows_of(options.mixture, "all", options.windows, options.report)
         losses = losses_on(wholes[title], options.report, options.windows)
@@ -169,7 +201,7 @@ def table(figures: dict[str, Any]) -> str:
     others = []
     for run in figures["runs"]:
         title = run["title"]
-        if title in wholes:
+        if title in wholes or "task" in run:
             continue
         for key in run["losses"]:
             if key == "0" or title == "skipping":
@@ -180,7 +212,15 @@ def table(figures: dict[str, Any]) -> str:
     lines = [[title, *(cells.get(share, "–") for share in shares)] for title, cells in removed.items()]
     named = "; ".join(f"{title} {perplexity(figures, title)}" for title in wholes)
     about = f"Perplexity over that of the mixture, with intervals of 95 % over documents. Perplexities: {named}."
-    return f"{about}\n\n{markdown(header, lines)}\n{markdown(['other results', 'perplexity ratio'], others)}"
+    tables = [markdown(header, lines), markdown(["other results", "perplexity ratio"], others)]
+    tasks = [[run["title"].removeprefix(TASK), *accuracies(run["task"])] for run in figures["runs"] if "task" in run]
+    tables += [markdown(["half removed, if any", "accuracy", "accuracy by length"], tasks)] if tasks else []
+    return "\n".join([f"{about}\n", *tables])
+
+
+def accuracies(task: dict[str, float]) -> list[str]:
+    """Return the accuracies of a task in percent with their standard errors, plain and normalized by length."""
+    return [f"{task[f'{name},none']:.1%} ± {task[f'{name}_stderr,none']:.1%}" for name in ("acc", "acc_norm")]
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
@@ -191,6 +231,9 @@ def in_text(figures: dict[str, Any]) -> dict[str, str]:
         name = title.replace(",", "").replace(" ", "_").replace("-", "_")
         if title in (DENSE, MADE, FULL):
             found[name] = perplexity(figures, title)
+            continue
+        if "task" in run:
+            found[name] = f"{run['task']['acc,none']:.1%}"
             continue
         for key in run["losses"]:
             found[f"{name}_{key}".replace(".", "_")] = f"{ratio(figures, title, key).value:.3f}"
@@ -203,9 +246,9 @@ IN_TEXT = {f"pretrained_mixture_{way}": in_text for way in WAYS}
 
 def arguments_of(options: argparse.Namespace) -> Sequence[str]:
     """Return the arguments that a worker needs."""
-    named = [("--dense", options.dense), ("--made", options.made), ("--data", options.data), ("--report", options.report)]
-    sizes = ["--way", options.way, "--windows", str(options.windows), "--samples", str(options.samples)]
-    return [options.mixture, *(word for flag, value in named if value is not None for word in (flag, value)), *sizes]
+    named = [(f"--{name}", getattr(options, name)) for name in ("dense", "made", "data", "report", "tasks")]
+    sizes = [(f"--{name}", str(getattr(options, name))) for name in ("way", "limit", "windows", "samples")]
+    return [options.mixture, *(word for flag, value in (*named, *sizes) if value is not None for word in (flag, value))]
 
 
 def main() -> None:
@@ -216,6 +259,8 @@ def main() -> None:
     parser.add_argument("--made", help="directory of the mixture before its training")
     parser.add_argument("--data", help="text for calibration")
     parser.add_argument("--report", help="text that is measured on")
+    parser.add_argument("--tasks", help="a YAML file of a multiple-choice task, as lm-evaluation-harness reads it")
+    parser.add_argument("--limit", type=int, default=500, help="examples of the task")
     parser.add_argument("--windows", type=int, default=256, help="windows of 256 tokens")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="sequences of the calibration text")
     parser.add_argument("--rows", help="titles of rows, separated by semicolons; all by default")
@@ -225,7 +270,7 @@ def main() -> None:
     if None in (options.mixture, options.dense, options.data, options.report):
         print("give the mixture, --dense, --data and --report", file=sys.stderr)
         sys.exit(NOT_POSSIBLE_HERE)
-    for name in ("mixture", "dense", "made", "data", "report"):
+    for name in ("mixture", "dense", "made", "data", "report", "tasks"):
         given = getattr(options, name)
         if given is not None and Path(given).exists():
             setattr(options, name, str(Path(given).resolve()))
@@ -234,6 +279,7 @@ def main() -> None:
         return
     wholes = [FULL, DENSE] + ([MADE] if options.made else [])
     titles = wholes + [row.title for row in rows(experts_of(options.mixture))]
+    titles += [f"{TASK}{title}" for title in (*wholes, *ON_TASK)] if options.tasks else []
     wanted = titles if options.rows is None else [*wholes, *options.rows.split(";")]
     store = RESULTS / f"pretrained_mixture_{options.way}.jsonl"
     missing = [title for title in wanted if title not in {run["title"] for run in remembered(store)}]
