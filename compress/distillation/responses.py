@@ -14,7 +14,7 @@ from torch import Tensor
 from calibrate.instructions import Example
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
-from engine.generation.generate import left_padded
+from engine.generation.batch import left_padded
 from engine.generation.options import SamplingOptions
 from engine.generation.sampling import sample
 from engine.passes import processes

@@ -21,7 +21,9 @@ from torch import Tensor
 from engine.bench.options import BACKEND_NAMES
 from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError
-from engine.generation.generate import Cache, Engine, resolve_dtype
+from engine.generation.batch import Cache
+from engine.generation.checks import resolve_dtype
+from engine.generation.generate import Engine
 from engine.generation.options import OpenOptions
 from engine.generation.report import memory_split, peak_memory_bytes
 from engine.generation.worker import Answer, Spec, serve_requests

@@ -21,7 +21,7 @@ from engine.bench.options import BenchOptions
 from engine.bench.side_by_side import about_model, gib
 from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError
-from engine.generation.generate import DTYPES
+from engine.generation.checks import DTYPES
 from engine.generation.report import peak_memory_bytes
 from engine.generation.worker import Answer, Spec, Worker, serve_requests
 from engine.kernels.devices import set_threads

@@ -9,7 +9,7 @@ Shape suffixes: B batch, L new positions, P all positions so far, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,29 +22,25 @@ from torch import Tensor
 from engine.checkpoint.artifact import compare_checksums
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
-from engine.checkpoint.tokenizer import check_same_tokens, end_tokens, load_tokenizer
+from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.checkpoint.tokenizer_checks import tokenizing
-from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache, position_bytes, state_bytes
+from engine.decoder.kv_cache import KeyValueCache, position_bytes, state_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.prediction import PredictionLayer
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
 from engine.errors import CompressError, OptionError, UnsupportedError
-from engine.families.config import DecoderConfig
 from engine.files.image_file import pictures_of
+from engine.generation.batch import Batch, Cache, own_cache
+from engine.generation.checks import check_pair, check_room, cpu_only, resolve_dtype, resolve_kv_cache_dtype
 from engine.generation.options import GenerateOptions, OpenOptions, SamplingOptions
-from engine.generation.prediction_draft import OWN_LAYERS, PredictionReader, check_predicts, open_prediction
+from engine.generation.prediction_draft import OWN_LAYERS, open_prediction
 from engine.generation.report import (
     ExportedSkipCounter,
     Report,
     SkipCounter,
-    memory_split,
-    peak_memory_bytes,
-    rate,
     resident_weights_bytes,
 )
-from engine.generation.sampling import penalised_rows, sample
-from engine.generation.speculative import DraftReader, Reader, Speculation
 from engine.generation.text_stream import TextStream, plain_text
 from engine.kernels.devices import resolve_device, set_threads
 from engine.kernels.kernel_choice import (
@@ -62,12 +58,10 @@ from engine.transformers_models.adapted_checkpoint import (
     open_image_checkpoint,
     open_mixture_checkpoint,
 )
-from engine.transformers_models.adapted_decoder import AdaptedCache, AdaptedDecoder
+from engine.transformers_models.adapted_decoder import AdaptedDecoder
 from engine.transformers_models.adapted_pass import routings_of
 from engine.transformers_models.image_reader import ImagePrompt, ImageReader, check_vision
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Cache = KeyValueCache | AdaptedCache
 GREEDY = SamplingOptions()
 PREFILL_CHUNK = 512
 """Prompt positions in one forward pass of the prefill."""
@@ -124,7 +118,7 @@ class Engine:
         """Shows the compilation of kernels, where there is any."""
         self.image_reader: ImageReader | None = None
         """The model's processor of images, once `open_images` was called."""
-        self._last: _Batch | None = None
+        self._last: Batch | None = None
 
     @classmethod
     def open(
@@ -169,7 +163,7 @@ class Engine:
         predicts = draft == OWN_LAYERS
         drafting = None if draft is None or predicts else resolve(str(draft))
         if drafting is not None or predicts:
-            _check_pair(directory, drafting)
+            check_pair(directory, drafting)
         if backend_of(directory, backend) == "onnx":
             if skip_threshold > 0:
                 raise OptionError("an exported model has a fixed skip threshold; give the skip threshold to the export")
@@ -182,7 +176,7 @@ class Engine:
             engine.load_seconds = time.perf_counter() - started
             return engine
         checkpoint = open_image_checkpoint(directory) if images else open_mixture_checkpoint(directory)
-        place = resolve_device(device) if not isinstance(checkpoint, AdaptedCheckpoint) else _cpu(checkpoint, device)
+        place = resolve_device(device) if not isinstance(checkpoint, AdaptedCheckpoint) else cpu_only(checkpoint, device)
         config = checkpoint.config
         tables = load_skip_tables(checkpoint.directory, config) if skip_threshold > 0 else None
         computed = resolve_dtype(dtype, checkpoint)
@@ -371,7 +365,7 @@ class Engine:
             while isinstance(decoder, Decoder) and cache.length + PREFILL_CHUNK < last:
                 start, end = cache.length, cache.length + PREFILL_CHUNK
                 piece, seen = tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end)
-                decoder.hidden_states(piece, seen, _own(cache), self.prompt_kernels)
+                decoder.hidden_states(piece, seen, own_cache(cache), self.prompt_kernels)
             start = cache.length
             piece, seen = tokens_BL[:, start - first :], self._seen(real_BP, start, last)
             return self._last_logits(piece, seen, cache, self.prompt_kernels)
@@ -379,7 +373,7 @@ class Engine:
     def _last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache, choice: KernelChoice) -> Tensor:
         """Return the logits of the last position, [B, V]. Only our own decoder leaves the choice of kernels."""
         if isinstance(self.decoder, Decoder):
-            return self.decoder.last_logits(tokens_BL, real_BP, _own(cache), choice)
+            return self.decoder.last_logits(tokens_BL, real_BP, own_cache(cache), choice)
         return self.decoder.last_logits(tokens_BL, real_BP, cast(Any, cache))
 
     def _seen(self, real_BP: Tensor | None, start: int, end: int) -> Tensor | None:
@@ -398,7 +392,7 @@ class Engine:
         """Read several known tokens of each sequence in one forward pass and return the logits [B, L, V] after each."""
         assert isinstance(self.decoder, Decoder), "only our own decoder has such a forward"
         with torch.inference_mode(), torch_products(tokens_BL.numel(), self.dtype, self.device):
-            return self.decoder.step_logits(tokens_BL, _own(cache), self.decoding_kernels)
+            return self.decoder.step_logits(tokens_BL, own_cache(cache), self.decoding_kernels)
 
     def _start(
         self,
@@ -407,9 +401,9 @@ class Engine:
         sampling: SamplingOptions,
         stop: str | Sequence[str],
         images: Sequence[Any],
-    ) -> _Batch:
+    ) -> Batch:
         _ = self.tokenizer, self.end_tokens  # loaded by the first run, and not counted in its time
-        for engine in self._engines:
+        for engine in self.both:
             engine.prepare()
         started = time.perf_counter()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -421,15 +415,15 @@ class Engine:
             raise OptionError(
                 f"a draft model works on one prompt at a time, and {len(ids)} were given; give one, or no draft"
             )
-        for engine in self._engines:
+        for engine in self.both:
             name = "the model" if engine is self else "the draft"
-            _check_room(max(map(len, ids)), max_new_tokens, engine.checkpoint.config, name)
+            check_room(max(map(len, ids)), max_new_tokens, engine.checkpoint.config, name)
         decode = partial(plain_text, self.tokenizer)
         sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, decode) for prompt in ids]
         if self.skip_counter is not None:
             self.skip_counter.reset()
         inputs = [prompt.inputs for prompt in read if prompt.inputs]
-        self._last = _Batch(self, sequences, max_new_tokens, sampling, started, inputs)
+        self._last = Batch(self, sequences, max_new_tokens, sampling, started, inputs)
         return self._last
 
     def _read(self, prompts: Sequence[str], images: Sequence[Any]) -> list[ImagePrompt]:
@@ -442,7 +436,7 @@ class Engine:
         assert self.image_reader is not None
         return [self.image_reader.prompt(prompt, pictures) for prompt in prompts]
 
-    def _run(self, batch: _Batch) -> Iterator[None]:
+    def _run(self, batch: Batch) -> Iterator[None]:
         """Run the generation loop. Yields after each forward pass, with torch's global modes restored for the consumer."""
         watching = self.decoder if isinstance(self.decoder, Decoder) else None
         if watching is None or self.prediction is None:
@@ -454,7 +448,7 @@ class Engine:
         finally:
             watching.watch = None
 
-    def _rounds(self, batch: _Batch) -> Iterator[None]:
+    def _rounds(self, batch: Batch) -> Iterator[None]:
         cache = batch.new_cache(self)
         logits_BV = self.prefill(batch.tokens_BL, batch.real(cache), cache)
         speculation = batch.speculate(cache)
@@ -472,166 +466,9 @@ class Engine:
             yield
 
     @property
-    def _engines(self) -> list[Engine]:
+    def both(self) -> list[Engine]:
         """This engine and its draft, if any."""
         return [self] if self.draft is None else [self, self.draft]
-
-
-class _Batch:
-    """Sequences that advance together: their tokens, padding and clock. The object outlives the run, for the report."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        sequences: list[TextStream],
-        max_new_tokens: int,
-        sampling: SamplingOptions,
-        started: float,
-        images: Sequence[Mapping[str, Tensor]] = (),
-    ) -> None:
-        self.sequences = sequences
-        self._sampling, self._images = sampling, images
-        self._generator = sampling.generator(engine.device)
-        self._counter = engine.skip_counter
-        self._engine = engine
-        self._kv_cache_bytes = 0
-        self._draft: DraftReader | None = None
-        self._speculation: Speculation | None = None
-        prompts, later = [sequence.prompt for sequence in sequences], max_new_tokens - 1  # the last token is not read again
-        self.tokens_BL, real_BP = left_padded(prompts, later)
-        self._padded = not bool(real_BP.all())
-        self.tokens_BL, self._real_BP = self.tokens_BL.to(engine.device), real_BP.to(engine.device)
-        self._evaluations = self.prompt_tokens  # tokens that went through the layers
-        self._started = self._resumed = started
-        self._prefill_started = time.perf_counter()
-        self._first_token_at: float | None = None
-        self._decode_seconds = 0.0
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens of all prompts, without padding."""
-        return sum(len(sequence.prompt) for sequence in self.sequences)
-
-    @property
-    def done(self) -> bool:
-        """Whether every sequence has ended."""
-        return all(sequence.finish_reason for sequence in self.sequences)
-
-    def new_cache(self, engine: Engine) -> Cache:
-        """Return an empty cache that is large enough for the whole batch."""
-        cache = engine.new_cache(*self._real_BP.shape)
-        if isinstance(cache, AdaptedCache):
-            cache.images = self._images
-        self._kv_cache_bytes += cache.bytes
-        return cache
-
-    def grew(self, cache: Cache) -> None:
-        """Take the size of a cache after a forward pass: that of transformers grows with its sequences."""
-        self._kv_cache_bytes = max(self._kv_cache_bytes, cache.bytes)
-
-    def watch(self, decoder: Decoder, layer: PredictionLayer) -> Callable[[Tensor], None]:
-        """Return what takes the decoder's hidden states, so that its own layer for multi-token prediction drafts."""
-        own = self._engine
-        reader = PredictionReader(decoder, layer, self._real_BP.shape[1], own.kv_cache_dtype)
-        reader.kernels = own.prompt_kernels, own.decoding_kernels
-        self._kv_cache_bytes += reader.cache.bytes
-        self._draft = reader
-        return reader.watch
-
-    def speculate(self, cache: Cache) -> Speculation | None:
-        """Return the rounds of drafting, where there is a draft; `cache` is the target's, which has read the prompt.
-
-        A draft model reads it here.
-        """
-        own = self._engine
-        if own.draft is not None:
-            draft_cache = self.new_cache(own.draft)
-            own.draft.prefill(self.tokens_BL, None, draft_cache)
-            self._draft = Reader(own.draft.steps, _own(draft_cache))
-        if self._draft is not None:
-            target = Reader(own.steps, _own(cache))
-            self._speculation = Speculation(target, self._draft, own.draft_tokens, self._sampling, self._generator)
-        return self._speculation
-
-    def real(self, cache: Cache) -> Tensor | None:
-        """Return the mask of real positions for the next forward, bool [B, P]; None if nothing is padded."""
-        if not self._padded:
-            return None
-        new = 1 if cache.length else self.tokens_BL.shape[1]
-        return self._real_BP[:, : cache.length + new]
-
-    def postprocess(self, logits_BV: Tensor) -> Tensor:
-        """Choose the next token of each sequence, append it to the unfinished ones, and return the tokens, int64 [B]."""
-        with torch.inference_mode():
-            logits_BV = penalised_rows(logits_BV, [sequence.tokens for sequence in self.sequences], self._sampling)
-            tokens_B = sample(logits_BV, self._sampling, self._generator)
-        self.take(tokens_B[:, None].tolist())
-        return tokens_B
-
-    def take(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append the next tokens to each sequence, up to its end."""
-        for sequence, following in zip(self.sequences, tokens, strict=True):
-            for token in following:
-                if not sequence.finish_reason:
-                    sequence.append(token)
-        now = time.perf_counter()
-        if self._first_token_at is None:
-            self._first_token_at = now
-        else:
-            self._decode_seconds += now - self._resumed
-
-    def resume(self) -> None:
-        """Restart the clock after the consumer's time, and exclude ended sequences from the counts."""
-        self._resumed = time.perf_counter()
-        going = [not sequence.finish_reason for sequence in self.sequences]
-        self._evaluations += sum(going)
-        if self._counter is not None:
-            self._counter.counted_T = None if all(going) else torch.tensor(going, device=self._real_BP.device)
-
-    def report(self) -> Report:
-        """Return the figures of the run so far."""
-        engine = self._engine
-        generated = sum(len(sequence.tokens) for sequence in self.sequences)
-        first_token_at = self._prefill_started if self._first_token_at is None else self._first_token_at
-        layers = [layer.moe for layer in engine.checkpoint.config.layers if layer.moe is not None]
-        speculation = self._speculation
-        proposed = 0 if speculation is None else speculation.proposed
-        asked = (self._evaluations + proposed) * sum(moe.experts_per_token for moe in layers)
-        counter = self._counter
-        return Report(
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=generated,
-            time_to_first_token_seconds=first_token_at - self._started,
-            prefill_tokens_per_second=rate(self.prompt_tokens, first_token_at - self._prefill_started),
-            tokens_per_second=rate(generated - len(self.sequences), self._decode_seconds),
-            peak_memory_bytes=peak_memory_bytes(),
-            weights_bytes=sum(each.weights_bytes for each in engine._engines),
-            **memory_split(sum(each.weights_resident_bytes for each in engine._engines), self._kv_cache_bytes),
-            load_seconds=sum(each.load_seconds for each in engine._engines),
-            experts_skipped_share=0.0 if counter is None else counter.share,
-            experts_skipped_share_per_layer=[0.0] * len(layers) if counter is None else counter.share_per_layer,
-            experts_read=asked if counter is None else counter.filled,
-            weights_read_bytes_per_token=engine.bytes_read_per_token,
-            draft_acceptance_rate=speculation.accepted / proposed if speculation and proposed else None,
-            tokens_per_target_forward=(generated - 1) / speculation.rounds if speculation and speculation.rounds else None,
-        )
-
-
-def _own(cache: Cache) -> KeyValueCache:
-    """Return the cache of our own decoder."""
-    assert isinstance(cache, KeyValueCache), "the cache is of another decoder"
-    return cache
-
-
-def left_padded(prompts: Sequence[Sequence[int]], more: int) -> tuple[Tensor, Tensor]:
-    """Return the padded tokens, int64 [B, L], and the mask of real positions with `more` later ones, bool [B, P]."""
-    longest = max(map(len, prompts))
-    tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    real_BP = torch.ones(len(prompts), longest + more, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        tokens_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
-        real_BP[row, : longest - len(prompt)] = False
-    return tokens_BL, real_BP
 
 
 def _generation(sequence: TextStream) -> Generation:
@@ -657,75 +494,3 @@ def torch_products(rows: int, dtype: torch.dtype, device: torch.device) -> Itera
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the compute dtype; `auto` is the checkpoint's own. Raises OptionError for an unsupported dtype."""
-    if name != "auto" and name not in DTYPES:
-        raise OptionError(f"dtype {name!r} is not known; choose auto, {', '.join(DTYPES)}")
-    dtype = checkpoint.model_dtype if name == "auto" else DTYPES[name]
-    if dtype not in (*DTYPES.values(), torch.float64):
-        raise OptionError(f"{checkpoint.directory} is stored in {dtype}; choose a dtype: {', '.join(DTYPES)}")
-    return dtype
-
-
-def _cpu(checkpoint: AdaptedCheckpoint, device: str) -> torch.device:
-    """Return the device of a model that transformers runs. Raises OptionError for any but the CPU."""
-    if device not in ("auto", "cpu"):
-        raise OptionError(
-            f"{checkpoint.directory}: a model of the family {checkpoint.model_type} runs through transformers here, on the "
-            f"CPU only; device is {device!r}, choose auto or cpu"
-        )
-    return AdaptedDecoder.device
-
-
-def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype of the KV cache; `auto` is the compute dtype.
-
-    Raises OptionError for an unknown dtype, and for any but `auto` with latent attention or a cache of transformers.
-    """
-    if name == "auto":
-        return computed
-    if isinstance(checkpoint, AdaptedCheckpoint):
-        raise OptionError(
-            f"{checkpoint.directory}: transformers keeps the cache of a model of the family {checkpoint.model_type} in the "
-            "compute dtype; leave the KV cache dtype at auto"
-        )
-    if checkpoint.config.latent is not None:
-        raise OptionError(
-            f"{checkpoint.directory}: latent attention keeps the compute dtype; leave the KV cache dtype at auto"
-        )
-    if name not in KV_CACHE_DTYPES:
-        raise OptionError(f"KV cache dtype {name!r} is not known; choose auto, {', '.join(KV_CACHE_DTYPES)}")
-    return KV_CACHE_DTYPES[name]
-
-
-def _check_pair(target: Path, draft: Path | None) -> None:
-    """Raise OptionError unless `draft`, or for None the model's own layers, can draft for `target`."""
-    for directory in (target,) if draft is None else (target, draft):
-        if backend_of(directory, "auto") == "onnx":
-            raise OptionError(f"{directory}: is an exported model, and drafting needs checkpoints; give both as such")
-        checkpoint = open_mixture_checkpoint(directory)
-        if isinstance(checkpoint, AdaptedCheckpoint):
-            raise OptionError(
-                f"{directory}: transformers runs a model of the family {checkpoint.model_type} here, and its cache cannot "
-                "undo tokens, which drafting requires; leave out the draft"
-            )
-        if checkpoint.config.linear_layers:
-            raise OptionError(
-                f"{directory}: layers with a state cannot undo tokens, which drafting requires; leave out the draft"
-            )
-    if draft is None:
-        check_predicts(Checkpoint(target), target)
-    else:
-        check_same_tokens(Checkpoint(target), Checkpoint(draft))
-
-
-def _check_room(prompt_tokens: int, max_new_tokens: int, config: DecoderConfig, name: str) -> None:
-    if max_new_tokens < 1:
-        raise OptionError(f"the number of new tokens is {max_new_tokens}; it must be at least 1")
-    if (asked := prompt_tokens + max_new_tokens) > config.max_positions:
-        raise OptionError(
-            f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones make {asked}, and {name} has "
-            f"{config.max_positions} positions{config.why_no_more}; shorten the prompt or ask for fewer tokens"
-        )
