@@ -32,10 +32,14 @@ def check_predicts(checkpoint: Checkpoint, path: Path) -> None:
     """Raise OptionError or CheckpointError unless a model has a layer for multi-token prediction that can draft."""
     if not checkpoint.prediction_layers:
         raise OptionError(f"{path}: has no layers for multi-token prediction; give a smaller model as the draft, or none")
-    if checkpoint.config.linear_layers or checkpoint.schemes_used or checkpoint.gguf is not None:
+    reasons = {
+        "those of a GGUF file are not read": checkpoint.gguf is not None,
+        "layers with a state cannot undo tokens": bool(checkpoint.config.linear_layers),
+        "its weights are low-bit": bool(checkpoint.schemes_used),
+    }
+    if (reason := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
         raise OptionError(
-            f"{path}: its layers for multi-token prediction cannot draft, because the model has layers with a state, which "
-            "cannot undo tokens, or low-bit weights; leave out the draft"
+            f"{path}: its layers for multi-token prediction cannot draft, because {reason}; leave out the draft"
         )
     PredictionTensors(checkpoint)
 
