@@ -14,8 +14,8 @@ install. The mixture is of the Mixtral family, so that transformers, vLLM and ll
   mixture computes what the dense model computes, until training makes the experts different.
 
 The second command trains the result towards the dense model on the predictions for real text, for hours on a CPU, and goes
-on where it was interrupted. Copies already make the dense model's predictions; `--recipe sft`, without a teacher, trains them
-on the text itself.
+on where it was interrupted. Copies already make the dense model's predictions; `--recipe sft`, without a teacher, trains
+them on the text itself.
 """
 
 from __future__ import annotations
