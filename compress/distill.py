@@ -28,6 +28,7 @@ from compress.distillation.router_report import (
 )
 from compress.distillation.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
 from compress.distillation.teacher_cache import cached_teacher
+from compress.distillation.writer import Writer
 from compress.options.distill import DistillOptions
 from compress.plans.plan import same_plan
 from compress.report.figures import DistillationFigures, DistillFigures
@@ -80,6 +81,8 @@ class Distilled:
     """Values before and after of the metric that selects the best state; lower is better."""
     perplexities: tuple[float, float]
     """Perplexity before and after of the responses in the data."""
+    response_dtype: str | None
+    """Dtype of the weights that wrote responses; None if none were written."""
     routers: RouterReport | None = None
     """Report on the teacher's routers; None for a dense teacher."""
     teacher_metric: float | None = None
@@ -94,7 +97,7 @@ def _train(run: DistillRun) -> Distilled:
     part = options.training(prepared.steps, longest, config.hidden_size)
     recompute_if_large(student, part.group_size * longest)
     measure = Measure(options, prepared, student, part.group_size)
-    writer = student if options.row.student_writes else None
+    writer = (measure.writer or _writer(options, student)) if options.row.student_writes else None
     responses = Responses(prepared.training, clock, writer, prepared.limit, measure.ends)
     side = _teacher_side(run, student, responses, part.group_size)
     loss = ResponseLoss(student, side.teaching, responses, options.row, options.temperature)
@@ -114,7 +117,14 @@ def _train(run: DistillRun) -> Distilled:
             progress=run.bar(f"{options.recipe} (steps)"),
         )
     metrics, perplexities = zip(before, measure.both(measured), strict=True)
-    return Distilled(tensors, trainer, clock, metrics, perplexities, side.report(), side.metric)
+    writes = writer or measure.writer
+    dtype = None if writes is None else str(writes.dtype).removeprefix("torch.")
+    return Distilled(tensors, trainer, clock, metrics, perplexities, dtype, side.report(), side.metric)
+
+
+def _writer(options: DistillOptions, decoder: Decoder) -> Writer:
+    """Return what writes responses with a model's weights."""
+    return Writer(decoder, torch.bfloat16 if options.response_dtype == "auto" else None)
 
 
 class Measure:
@@ -123,15 +133,17 @@ class Measure:
     def __init__(self, options: DistillOptions, prepared: Distillable, student: Decoder, group_size: int) -> None:
         self.student, self.group_size, self.limit = student, group_size, prepared.limit
         self.ends, self.stemming = end_tokens(prepared.checkpoint), options.stemming
-        self._tokenizer = load_tokenizer(prepared.checkpoint) if METRICS[options.select_by].writes else None
+        writes = METRICS[options.select_by].writes
+        self._tokenizer = load_tokenizer(prepared.checkpoint) if writes else None
+        self.writer = _writer(options, student) if writes else None
 
     def __call__(self, examples: Sequence[Example]) -> float:
         """Return the metric that selects the best state: perplexity, or 1 − ROUGE-L of the student's own responses."""
-        if self._tokenizer is None:
+        if self.writer is None:
             return self.perplexity(examples)
         greedy = SamplingOptions()
         value = 1.0 - rouge_l(
-            self.student, self._tokenizer, examples, self.limit, self.ends, sampling=greedy, stemming=self.stemming
+            self.writer, self._tokenizer, examples, self.limit, self.ends, sampling=greedy, stemming=self.stemming
         )
         processes.let_go(self.student)
         return value
@@ -145,7 +157,7 @@ class Measure:
     def both(self, examples: Sequence[Example]) -> tuple[float, float]:
         """Return the metric that selects the best state, and the perplexity."""
         plain = self.perplexity(examples)
-        return (plain if self._tokenizer is None else self(examples)), plain
+        return (plain if self.writer is None else self(examples)), plain
 
 
 @dataclass
@@ -256,6 +268,7 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
             "teacher_metric": metrics[2],
             "response_perplexity_before": done.perplexities[0],
             "response_perplexity_after": done.perplexities[1],
+            "response_dtype": done.response_dtype,
             "time_share": done.clock.shares,
             "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
             "router_divergence_per_layer": list(done.routers.moved.values()) if drift and done.routers else None,

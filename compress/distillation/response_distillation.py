@@ -19,7 +19,8 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.distillation.recipes import Recipe
-from compress.distillation.responses import ResponseBatch, batch_of, write_responses
+from compress.distillation.responses import ResponseBatch, batch_of
+from compress.distillation.writer import Writer
 from compress.options.distill import KnowledgeAugmentation
 from compress.run.clock import Clock
 from compress.training.divergences import DIVERGENCES, Predictions, weighted_divergence
@@ -42,23 +43,23 @@ class Responses:
         self,
         examples: Sequence[Example],
         clock: Clock,
-        student: Decoder | None = None,
+        writer: Writer | None = None,
         max_length: int = 0,
         end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         """Create the responses.
 
-        student: the model that writes, until an end token or `max_length` tokens with the prompt; None for the data's
+        writer: the student that writes, until an end token or `max_length` tokens with the prompt; None for the data's
         responses.
         """
-        self.examples, self.clock, self.student = examples, clock, student
+        self.examples, self.clock, self.writer = examples, clock, writer
         self.max_length, self.end_tokens = max_length, end_tokens
         self._turn: tuple[int, dict[tuple[int, ...], ResponseBatch]] = (-1, {})
 
     def __call__(self, batch: Batch) -> ResponseBatch:
         """Return the sequences of the group. Steps on the same batch get the same sequences."""
         rows = tuple(batch.group_G.tolist())
-        if self.student is None:
+        if self.writer is None:
             return batch_of([self.examples[row] for row in rows])
         if self._turn[0] != batch.turn:
             self._turn = (batch.turn, {})
@@ -66,8 +67,8 @@ class Responses:
         if rows not in known:
             prompts = [self.examples[row].prompt for row in rows]
             with self.clock.of("generation"):
-                written = write_responses(self.student, prompts, self.max_length, self.end_tokens, SAMPLING, batch.generator)
-                processes.let_go(self.student)
+                written = self.writer(prompts, self.max_length, self.end_tokens, SAMPLING, batch.generator)
+                processes.let_go(self.writer.decoder)
             known[rows] = batch_of(written)
         return known[rows]
 

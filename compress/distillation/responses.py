@@ -78,8 +78,7 @@ def write_responses(
     become many. A response has at least one token, and includes its end token.
     """
     device = decoder.embedding_VD.device
-    drawn = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
-    limits = [max(1, max_length - len(prompt)) for prompt in prompts]
+    drawn, limits = drawn_from(generator, device), limits_of(prompts, max_length)
     spread = processes.is_spread(decoder)
     # All processes of a sharded model must gather it equally often, so they take the same number of steps.
     steps = int(processes.largest(max(limits))) if spread else max(limits)
@@ -105,6 +104,16 @@ def write_responses(
             rows, next_B, real_BP = [rows[place] for place in going], next_B[chosen], real_BP[chosen]
             cache = cache.of_rows(chosen)
         tokens_BL = next_B[:, None]
+
+
+def drawn_from(generator: torch.Generator, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator on a device, whose seed is the next number of another one."""
+    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
+
+
+def limits_of(prompts: Sequence[list[int]], max_length: int) -> list[int]:
+    """Return the most tokens that follow each prompt: those up to `max_length`, at least one."""
+    return [max(1, max_length - len(prompt)) for prompt in prompts]
 
 
 def _has_ended(response: list[int], limit: int, end_tokens: Collection[int]) -> bool:

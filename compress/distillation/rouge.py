@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from calibrate.instructions import WHOLE, Example, ExampleMaker, instructions_of
-from compress.distillation.responses import write_responses
+from compress.distillation.writer import Writer
 from compress.options.evaluate import EvaluateOptions
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
@@ -40,7 +40,7 @@ def best_score(score: Any, references: Iterable[str], response: str) -> float:
 
 
 def rouge_l(
-    decoder: Decoder,
+    writer: Writer,
     tokenizer: Any,
     examples: Sequence[Example],
     max_length: int,
@@ -56,7 +56,7 @@ def rouge_l(
     groups: Iterable[int] = progress(range(0, len(examples), GROUP))
     for start in groups:
         group = examples[start : start + GROUP]
-        written = write_responses(decoder, [each.prompt for each in group], max_length, ends, sampling, generator)
+        written = writer([each.prompt for each in group], max_length, ends, sampling, generator)
         for own, each in zip(written, group, strict=True):
             response = tokenizer.decode(own.response, skip_special_tokens=True)
             values.append(best_score(score, each.references, response))
@@ -85,7 +85,7 @@ def evaluate_rouge(
     maker = ExampleMaker(tokenizer, limits, options.template, keeps_long_prompts=True)
     found = instructions_of(data, maker, split, seed=seed)
     examples = found.examples[:samples]
-    decoder = Decoder(checkpoint.config, checkpoint.weights(options.dtype or checkpoint.model_dtype, device))
+    writer = Writer(Decoder(checkpoint.config, checkpoint.weights(options.dtype or checkpoint.model_dtype, device)))
     ends = end_tokens(checkpoint)
     values = []
     for own in range(seeds):
@@ -96,7 +96,7 @@ def evaluate_rouge(
 
         values.append(
             rouge_l(
-                decoder, tokenizer, examples, limits.length, ends, sampling=drawn, stemming=options.stemming, progress=bar
+                writer, tokenizer, examples, limits.length, ends, sampling=drawn, stemming=options.stemming, progress=bar
             )
         )
     return {

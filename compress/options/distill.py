@@ -139,6 +139,13 @@ class DistillOptions(JobOptions, StepOptions):
         unset="a part of --data",
         help="Prompts with responses for the figures before and after, all of them.",
     )
+    response_dtype: str = option(
+        "auto",
+        group=RESPONSES,
+        choices=("auto", "own"),
+        help="Dtype of the weights that write responses, those of rouge-l too. auto: bfloat16 if the processor's compiled "
+        "kernels then write, several times as fast; own: the dtype of training.",
+    )
     stemming: bool = option(False, group=RESPONSES, help="For rouge-l: compare the Porter stems of words, as MiniLLM does.")
     select_by: str = option(
         "perplexity",

@@ -208,6 +208,8 @@ class DistillationFigures(TrainingFigures):
     """The teacher's own value of the metric with so many experts; None unless a number is given."""
     response_perplexity_before: float
     response_perplexity_after: float
+    response_dtype: str | None
+    """Dtype of the weights that wrote responses; None if none were written."""
     time_share: dict[str, float]
     teacher_unselected_share_per_layer: list[float] | None
     router_divergence_per_layer: list[float] | None

@@ -436,7 +436,7 @@ def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_
     windows = {layer.window for layer in config.layers}
     masks: dict[int | Chunk | None, Tensor | None] = dict.fromkeys(windows)
     if cache.new > 1:
-        (past,) = cache.past  # pieces of prompts are batches of one sequence
+        (past,) = set(cache.past)  # pieces of several prompts begin at the same position
         for window in windows:
             total = past + cache.new - first_seen(past, window)
             masks[window] = attention_mask(None, cache.new, total, window, x_BLD.device)

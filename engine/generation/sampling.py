@@ -33,6 +33,20 @@ def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generat
     return probabilities(logits_BV, options).multinomial(1, generator=generator)[:, 0]
 
 
+def sample_by_inverse(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generator) -> Tensor:
+    """Return the next tokens as `sample` does, from one random number for each sequence: the inverse of its distribution.
+
+    `multinomial` draws a number for each token of the vocabulary, which takes as long as all layers of a small model.
+    Raises CheckpointError if a logit is NaN or infinite.
+    """
+    if options.temperature < LEAST_TEMPERATURE:
+        return _finite(logits_BV).argmax(dim=-1)
+    total_BV = probabilities(logits_BV, options).cumsum(dim=-1)
+    drawn_B1 = torch.rand(len(total_BV), 1, generator=generator, device=total_BV.device) * total_BV[:, -1:]
+    below_B1 = drawn_B1.minimum(total_BV[:, -1:].nextafter(torch.zeros(())))  # a product that is rounded up names no token
+    return torch.searchsorted(total_BV, below_B1, right=True)[:, 0]
+
+
 def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
     """Return the distribution that `sample` draws from, float32 [B, V]; at temperature 0 it is one-hot.
 
@@ -48,7 +62,7 @@ def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
     """Return logits / temperature; on float32 overflow, each row's maximum is subtracted first, which softmax ignores."""
     scores_BV = logits_BV / temperature
-    if bool(scores_BV.isfinite().all()):
+    if temperature >= 1.0 or bool(scores_BV.isfinite().all()):
         return scores_BV
     return (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
 

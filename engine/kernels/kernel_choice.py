@@ -108,10 +108,14 @@ def prepare_decoding(
     _many_pay()
 
 
+def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the compiled kernels multiply weights of this dtype on this device. They are loaded to answer that."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and _load_kernels() is not None
+
+
 def block_types_multiplied(dtype: torch.dtype, device: torch.device) -> Container[str]:
     """Return the types of GGUF's blocks that the kernels multiply as they are stored; none without kernels."""
-    kernels = _load_kernels() if dtype == torch.bfloat16 and device.type == "cpu" else None
-    return () if kernels is None else tuple(kernels.BLOCK_KINDS)
+    return tuple(_load_kernels().BLOCK_KINDS) if has_kernels(dtype, device) else ()
 
 
 def loaded_kernels() -> Any:

@@ -28,6 +28,7 @@ from compress.classifiers.recipes import CLASSIFIER_RECIPES
 from compress.distillation.recipes import RECIPES
 from compress.distillation.responses import write_responses
 from compress.distillation.rouge import best_score, rouge_l, scorer
+from compress.distillation.writer import Writer
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
@@ -378,7 +379,7 @@ def test_rouge_l_takes_the_nearest_of_several_references(place: Path) -> None:
     assert re.search("[A-Za-z0-9]", own), "the response has a word"
     for references, value in ((("none",), 0.0), ((own,), 1.0), (("none", own), 1.0)):
         example = Example(prompt, written.response, references)
-        assert rouge_l(decoder, tokenizer, [example], 40, frozenset(), sampling=greedy) == value
+        assert rouge_l(Writer(decoder), tokenizer, [example], 40, frozenset(), sampling=greedy) == value
     row = {"instruction": "the quick", "output": ["none", own]}
     write_rows(place / "several.jsonl", [row, row | {"output": own}])
     figures = evaluate("--test", "several.jsonl", "--max-length", "40", "--temperature", "0")

@@ -18,6 +18,7 @@ from compress.distillation.response_distillation import ResponseLoss, Responses,
 from compress.distillation.responses import batch_of
 from compress.distillation.router_report import old_routers, router_drift, router_report
 from compress.distillation.student_aware_routing import RouterLoss, load_balance, router_parameters, squared_variation
+from compress.distillation.writer import Writer
 from compress.options.distill import KnowledgeAugmentation
 from compress.run.clock import Clock
 from compress.training.divergences import DIVERGENCES
@@ -168,7 +169,7 @@ def test_sampled_gates_are_drawn_anew_for_each_forward_and_from_its_generator(tm
 
 def test_responses_of_the_student_are_written_once_a_turn(tmp_path: Path) -> None:
     _, student = models(tmp_path, dtype=torch.float32)
-    responses = Responses(EXAMPLES, Clock(), student, max_length=9)
+    responses = Responses(EXAMPLES, Clock(), Writer(student), max_length=9)
     first = responses(batch(ROWS, seed=0, turn=0))
     again, next_turn = responses(batch(ROWS, seed=5, turn=0)), responses(batch(ROWS, seed=5, turn=1))
     assert torch.equal(first.tokens_BL, again.tokens_BL) and not torch.equal(first.tokens_BL, next_turn.tokens_BL)

@@ -1,0 +1,137 @@
+"""Many prompts continued together by one decoder: no requests and no queue, for code that holds the model itself.
+
+Prompts are read into a paged cache; then each step reads the next token of all sequences that go on. A sequence that ends
+leaves the step and gives its blocks back, and a prompt that waits takes its place.
+
+Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.decoder.block_pool import BlockTable
+from engine.decoder.kv_cache import position_bytes
+from engine.decoder.model import Decoder
+from engine.decoder.paged_cache import BLOCK_SIZE, PagedBatch, PagedCache
+from engine.generation.generate import torch_products
+from engine.generation.options import SamplingOptions
+from engine.generation.sampling import sample_by_inverse
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, PROMPT, KernelChoice
+
+MOST_TOKENS = 4096
+"""Tokens of prompts, padding included, that are read in one forward pass."""
+
+
+@dataclass
+class _Sequence:
+    """A prompt and what follows it."""
+
+    prompt: Sequence[int]
+    limit: int
+    """Most tokens that follow."""
+    written: list[int] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
+    """Its blocks of the cache, which do not hold the last token yet."""
+
+    @property
+    def longest(self) -> int:
+        """Number of positions at its limit."""
+        return len(self.prompt) + self.limit
+
+
+@torch.inference_mode()
+def continue_together(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    end_tokens: Collection[int],
+    sampling: SamplingOptions,
+    generator: torch.Generator,
+    max_batch_size: int = COMPILED_MAX_ROWS,
+) -> list[list[int]]:
+    """Return what follows each prompt: up to an end token, which is included, or so many tokens as its limit.
+
+    limits: at least 1 for each prompt. generator: all tokens are drawn from it, in the order of the steps. max_batch_size:
+    sequences that go on at a time. Raises CheckpointError if a logit is NaN or infinite.
+    """
+    sequences = [_Sequence(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    batch = min(max_batch_size, len(sequences))
+    reader = _Reader(decoder, batch, max((each.longest for each in sequences), default=1))
+    waiting, going = deque(sequences), list[_Sequence]()
+    while waiting or going:
+        added = [waiting.popleft() for _ in range(min(len(waiting), batch - len(going)))]
+        logits = [reader.next(going)] if going else []
+        logits += [reader.prompts(group) for group in _groups(added, reader.pads)]
+        going += added
+        drawn_B = sample_by_inverse(torch.cat(logits), sampling, generator)
+        for each, token in zip(going, drawn_B.tolist(), strict=True):
+            each.written.append(token)
+            if token in end_tokens or len(each.written) >= each.limit:
+                reader.release(each)
+        going = [each for each in going if each.table.blocks]
+    return [each.written for each in sequences]
+
+
+def _groups(sequences: list[_Sequence], pads: bool) -> Iterator[list[_Sequence]]:
+    """Yield sequences in order, so many that their padded prompts have at most MOST_TOKENS; one by one unless `pads`."""
+    group: list[_Sequence] = []
+    for each in sequences:
+        padded = (len(group) + 1) * max(len(other.prompt) for other in [*group, each])
+        if group and (not pads or padded > MOST_TOKENS):
+            yield group
+            group = []
+        group.append(each)
+    if group:
+        yield group
+
+
+class _Reader:
+    """A decoder with a cache that holds a batch of the longest sequences."""
+
+    def __init__(self, decoder: Decoder, batch: int, longest: int) -> None:
+        self._decoder = decoder
+        each = position_bytes(decoder.config, decoder.dtype) * BLOCK_SIZE
+        size = batch * -(-longest // BLOCK_SIZE) * each
+        self._cache = PagedCache(decoder.config, size, decoder.dtype, decoder.device, sequences=batch)
+        self.pads = self._cache.pool.shares
+        """Whether prompts may be padded on the right: what a token sees is before it, and the padding's keys and values are
+        written over. States would take the padding up.
+        """
+
+    def prompts(self, group: list[_Sequence]) -> Tensor:
+        """Read the prompts; return the logits [B, V] that follow them."""
+        ends = [len(each.prompt) for each in group]
+        tokens_BL = torch.zeros(len(group), max(ends), dtype=torch.int64)
+        for row_L, each in zip(tokens_BL, group, strict=True):
+            row_L[: len(each.prompt)] = torch.tensor(each.prompt)
+        hidden_BLD = self._hidden(group, tokens_BL, PROMPT)
+        for each, end in zip(group, ends, strict=True):
+            each.table.length = end
+        last = torch.tensor(ends, device=hidden_BLD.device) - 1
+        return self._decoder.logits(hidden_BLD[torch.arange(len(group), device=last.device), last], DECODING)
+
+    def next(self, going: list[_Sequence]) -> Tensor:
+        """Read the last token of each sequence; return the logits [B, V] that follow it."""
+        hidden_BLD = self._hidden(going, torch.tensor([[each.written[-1]] for each in going]), DECODING)
+        for each in going:
+            each.table.length += 1
+        return self._decoder.logits(hidden_BLD[:, 0], DECODING)
+
+    def release(self, sequence: _Sequence) -> None:
+        """Give a sequence's blocks back."""
+        self._cache.pool.release(sequence.table)
+
+    def _hidden(self, sequences: list[_Sequence], tokens_BL: Tensor, choice: KernelChoice) -> Tensor:
+        new = tokens_BL.shape[1]
+        for each in sequences:
+            self._cache.pool.extend(each.table, each.table.length + new)
+        tables, read_as = zip(*((each.table, len(each.prompt)) for each in sequences), strict=True)
+        batch = PagedBatch(self._cache, tables, new, read_as)
+        with torch_products(tokens_BL.numel(), self._decoder.dtype, self._decoder.device):
+            return self._decoder.hidden_states(tokens_BL.to(self._decoder.device), None, batch, choice)
