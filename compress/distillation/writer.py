@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from calibrate.instructions import Example
 from compress.distillation.responses import drawn_from, limits_of, write_responses
 from engine.batching.together import continue_together
+from engine.checkpoint.checkpoint import computed_dtype
 from engine.decoder.model import Decoder
+from engine.decoder.parameters import parameters_on_disk
 from engine.generation.options import SamplingOptions
 from engine.kernels.kernel_choice import has_kernels, prepare_decoding
 from engine.passes import processes
@@ -64,8 +66,10 @@ class Writer:
 def copy_in(dtype: torch.dtype, decoder: Decoder) -> Decoder:
     """Return a frozen copy of a decoder whose weights have another dtype. Low-bit weights and other buffers are shared."""
     known: dict[int, object] = {id(own): own for own in (decoder.config, decoder.rotary, *decoder.buffers())}
+    names = {id(weight): name for name, weight in parameters_on_disk(decoder).items()}
     for weight in _narrowed(decoder):
-        new = weight.detach().to(dtype)
+        own = computed_dtype(decoder.config.architecture, names.get(id(weight), ""), dtype)
+        new = weight.detach().to(own)
         known[id(weight)] = nn.Parameter(new, requires_grad=False) if isinstance(weight, nn.Parameter) else new
     made: Decoder = copy.deepcopy(decoder, known)
     return made

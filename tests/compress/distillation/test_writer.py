@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MOE_FAMILIES, save_reference
+from conftest import FAMILIES, FURTHER_FAMILIES, MOE_FAMILIES, others_slow, save_reference
 
 from compress.distillation.responses import write_responses
 from compress.distillation.writer import Writer, copy_in
@@ -16,6 +16,8 @@ from engine.generation.options import SamplingOptions
 from engine.kernels import kernel_choice
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+FACTORS = ("gemma4_text",)
+"""Families whose routers have factors of experts, which are a Routing's and not a parameter, and stay as they are."""
 FREE, GREEDY = SamplingOptions(temperature=1.0), SamplingOptions()
 
 
@@ -60,14 +62,18 @@ def test_the_copy_follows_the_training(mixtral: Path) -> None:
     assert after != before and after == written(Writer(decoder, torch.bfloat16), sampling=GREEDY)
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", others_slow([*FAMILIES, *FURTHER_FAMILIES], *MOE_FAMILIES))
 def test_a_copy_computes_what_a_model_loaded_in_its_dtype_computes(family: str, tmp_path: Path) -> None:
     save_reference(family, tmp_path)
     wide, tokens_BL = loaded(tmp_path, torch.float32), torch.tensor([[5, 6, 7, 8, 9, 10]])
     copied = copy_in(torch.bfloat16, wide)
     with torch.no_grad():
         own, other = copied(tokens_BL), loaded(tmp_path, torch.bfloat16)(tokens_BL)
-    assert own.dtype == other.dtype == torch.bfloat16 and torch.equal(own, other)
+    assert own.dtype == other.dtype == torch.bfloat16
+    if family in FACTORS:
+        assert torch.allclose(own.float(), other.float(), atol=0.05)
+    else:
+        assert torch.equal(own, other)
     assert {weight.dtype for weight in wide.parameters()} == {torch.float32}, "the model itself stays as it was"
     assert not any(weight.requires_grad for weight in copied.parameters())
     assert copied.config.tied_embeddings is (copied.head is copied.embedding)
