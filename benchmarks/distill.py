@@ -184,7 +184,7 @@ class Benchmark:
             for row in self.rows():
                 if self.known(row, seed) or not self.goes_on(row, seed):
                     continue
-                output = self.work / "result"
+                output = self.work / f"result-{self.arguments.name}"
                 execute = run_here if self.arguments.search_router_rate else run
                 figures = execute("distill", *self.command(row, seed, teacher, student), "-o", str(output), "--overwrite")
                 self.record(row, seed, output, figures)

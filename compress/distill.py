@@ -219,9 +219,9 @@ def _router_trainer(
     options: DistillOptions, prepared: Distillable, teacher: Decoder, student: Decoder, responses: Responses
 ) -> Trainer:
     """Return the training of the teacher's router weights; its other weights are frozen."""
-    teacher.checkpoint_activations = True
     loss = RouterLoss(teacher, student, responses, options.load_balance_weight, options.temperature)
     part = options.router_training(prepared.steps, prepared.limit, teacher.config.hidden_size)
+    recompute_if_large(teacher, part.group_size * prepared.limit, every_expert=True)
     return RouterTrainer(router_parameters(teacher), loss, part, len(prepared.training), prepared.length)
 
 

@@ -113,19 +113,23 @@ def _perplexity(student: Decoder, tokens_SL: Tensor, group_size: int) -> float:
     return value
 
 
-def recompute_if_large(student: Decoder, tokens: int) -> None:
+def recompute_if_large(model: Decoder, tokens: int, *, every_expert: bool = False) -> None:
     """Enable recomputation of layers in the backward pass where the activations of this many tokens exceed the limit."""
-    student.checkpoint_activations = activation_bytes(student, tokens) > MOST_ACTIVATION_BYTES
+    model.checkpoint_activations = activation_bytes(model, tokens, every_expert) > MOST_ACTIVATION_BYTES
 
 
-def activation_bytes(student: Decoder, tokens: int) -> int:
-    """Return the approximate bytes that a forward pass of this many tokens keeps for its backward pass."""
-    config = student.config
+def activation_bytes(model: Decoder, tokens: int, every_expert: bool = False) -> int:
+    """Return the approximate bytes that a forward pass of this many tokens keeps for its backward pass.
+
+    every_expert: whether each token is given to all experts of a layer.
+    """
+    config = model.config
     widths = [
         layer.dense_width
         if layer.moe is None
-        else layer.moe.experts_per_token * layer.moe.expert_width + layer.moe.shared_width
+        else (layer.moe.experts if every_expert else layer.moe.experts_per_token) * layer.moe.expert_width
+        + layer.moe.shared_width
         for layer in config.layers
     ]
     per_token = sum(16 * config.hidden_size + 4 * width for width in widths)
-    return tokens * per_token * student.embedding_VD.element_size()
+    return tokens * per_token * model.embedding_VD.element_size()
