@@ -20,7 +20,7 @@ from torch import Tensor
 
 from calibrate.batches import calibration_texts
 from calibrate.options import CalibrationOptions
-from compress.options.quantize import QuantiserOptions, QuantizeOptions
+from compress.options.quantize import AWQ, GPTQ, NEAREST, QuantiserOptions, QuantizeOptions
 from compress.quantize import quantize
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
@@ -34,10 +34,15 @@ ROWS = {
     "4 bits, groups of 16": QuantiserOptions(4, 16),
     "4 bits, groups of 32": QuantiserOptions(4),
     "4 bits, groups of 32, activation-aware": QuantiserOptions(4),
+    "4 bits, groups of 32, error feedback": QuantiserOptions(4),
     "4 bits, groups of 32, experts only": QuantiserOptions(4, experts_only=True),
+    "4 bits, groups of 32, experts only, error feedback": QuantiserOptions(4, experts_only=True),
     "4 bits, whole rows": QuantiserOptions(4, WHOLE_ROW),
     "4 bits, whole rows, activation-aware": QuantiserOptions(4, WHOLE_ROW),
+    "4 bits, whole rows, error feedback": QuantiserOptions(4, WHOLE_ROW),
 }
+WAYS = {"activation-aware": AWQ, "error feedback": GPTQ}
+"""Ways of rounding, by the last words of a title."""
 REFERENCE = "4 bits, groups of 32, largest alone"
 
 
@@ -77,7 +82,7 @@ def rounded(title: str, options: QuantiserOptions, directory: Path) -> tuple[Che
             method="quantize",
             calibration=CalibrationOptions(samples=32, evaluation_samples=0),
             quantiser=options,
-            activation_aware="aware" in title,
+            rounding=WAYS.get(title.split(", ")[-1], NEAREST),
             dtype=torch.float32,
         )
     )
@@ -132,16 +137,19 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the percent of the divergence that activation-aware scaling removes, and the megabytes of plain attention."""
+    """Return the percent of the divergence that two ways of rounding remove, and the megabytes of plain attention."""
     rows = {row["title"]: row for row in figures["rows"]}
 
-    def removed(title: str) -> str:
-        return f"{100 * (1 - rows[f'{title}, activation-aware']['divergence'] / rows[title]['divergence']):.0f}"
+    def removed(title: str, way: str) -> str:
+        return f"{100 * (1 - rows[f'{title}, {way}']['divergence'] / rows[title]['divergence']):.0f}"
 
     plain = rows["4 bits, groups of 32, experts only"]["bytes"] - rows["4 bits, groups of 32"]["bytes"]
     return {
-        "aware": removed("4 bits, groups of 32"),
-        "aware_rows": removed("4 bits, whole rows"),
+        "aware": removed("4 bits, groups of 32", "activation-aware"),
+        "aware_rows": removed("4 bits, whole rows", "activation-aware"),
+        "feedback": removed("4 bits, groups of 32", "error feedback"),
+        "feedback_rows": removed("4 bits, whole rows", "error feedback"),
+        "feedback_experts": removed("4 bits, groups of 32, experts only", "error feedback"),
         "attention_mb": f"{plain / 1e6:.1f}",
     }
 

@@ -150,12 +150,13 @@ class FfnInputs:
 
     def use(self, batch: Batch, number: int) -> Use:
         """Return what an FFN computes in a batch."""
-        x_RD, weight_R, token_R = self._used(batch, number)
+        x_RD, weight_R, token_R = self.used(batch, number)
         h_RF = self.networks[number].units(x_RD).float().cpu()
         self._budget.relieve(self._release)
         return Use(h_RF, weight_R, token_R)
 
-    def _used(self, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    def used(self, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs [R, D] of an FFN in a batch, the weights [R] of its outputs, and the tokens' numbers [R]."""
         if number == self._experts:
             every_T = torch.arange(len(batch.x_TD))
             if self._kept_shared is not None:

@@ -9,11 +9,12 @@ from typing import cast
 
 import torch
 
-from compress.options.quantize import QuantizeOptions
+from compress.options.quantize import AWQ, GPTQ, NEAREST, QuantizeOptions
 from compress.plans.apply import check_rounded
 from compress.plans.plan import same_plan
 from compress.report.figures import QuantizeFigures
 from compress.rounding.activation_scales import Rescaling, activation_scales, load_rescaling
+from compress.rounding.feedback_pass import FeedbackRounding, round_layers
 from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
 from compress.run.job import Made, Prepared, Run, check_plain, check_weights, prepare
@@ -27,6 +28,11 @@ from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 QuantizeRun = Run[QuantizeOptions, Prepared]
+NEED_OWN_DECODER = {
+    AWQ: "scales norms and the matrices that read them",
+    GPTQ: "rounds each matrix for its own inputs",
+}
+"""Ways of rounding that our own decoder is needed for, with what they do."""
 
 
 @claims_output
@@ -47,10 +53,10 @@ def prepare_quantizing(options: QuantizeOptions) -> Prepared:
     """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     checkpoint = open_mixture_checkpoint(resolve(options.model))
     check_plain(checkpoint)
-    if isinstance(checkpoint, AdaptedCheckpoint) and options.activation_aware:
+    if isinstance(checkpoint, AdaptedCheckpoint) and options.way in NEED_OWN_DECODER:
         raise OptionError(
-            "--activation-aware scales norms and the matrices that read them, and which these are is not known of a model "
-            f"of the family {checkpoint.model_type}, which transformers runs; leave it out"
+            f"--rounding {options.way} {NEED_OWN_DECODER[options.way]}, and which these are is not known of a model of the "
+            f"family {checkpoint.model_type}, which transformers runs; take --rounding {NEAREST}"
         )
     check_rounded(options.quantiser, checkpoint)
     if options.reads_text:
@@ -71,7 +77,7 @@ def _make(run: QuantizeRun) -> Made:
     return Made(
         same_plan(source.config.experts_by_layer),
         options.method,
-        quantiser=Quantiser(options.quantiser, _rescaling(run)),
+        quantiser=Quantiser(options.quantiser, _rescaling(run), _feedback(run), options.way),
         title=f"{options.model}, weights of {options.quantiser.bits} bits",
         add_files=keep_tables,
     )
@@ -80,7 +86,7 @@ def _make(run: QuantizeRun) -> Made:
 def _rescaling(run: QuantizeRun) -> Rescaling | None:
     """Return the scales, saved before an interruption or computed now; None without activation-aware scaling."""
     options, prepared = run.options, run.prepared
-    if not options.activation_aware:
+    if options.way != AWQ:
         return None
     saved = run.work.path / "activation_scales.safetensors"
     if saved.is_file():
@@ -97,3 +103,19 @@ def _rescaling(run: QuantizeRun) -> Rescaling | None:
     )
     found.save(saved)
     return found
+
+
+def _feedback(run: QuantizeRun) -> FeedbackRounding | None:
+    """Return the matrices rounded with error feedback, before an interruption or now; None for other ways of rounding."""
+    options, prepared = run.options, run.prepared
+    if options.way != GPTQ:
+        return None
+    return round_layers(
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        run.work.path / "rounded",
+        options.quantiser,
+        dtype=prepared.dtype,
+        device=options.device,
+        progress=run.bar("rounding (layers)"),
+    )

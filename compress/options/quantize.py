@@ -19,6 +19,7 @@ from engine.options import changed, check, declared, declared_part, left_out, op
 ROUND = "Quantization"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_BITS = 8
+NEAREST, AWQ, GPTQ = ROUNDINGS = ("nearest", "awq", "gptq")
 _USUAL_SIZES = (32, 64, 128, 16, 8)
 
 
@@ -106,15 +107,21 @@ class QuantizeOptions(JobOptions):
     )
     method: str = "quantize"
     quantiser: QuantiserOptions = field(metadata=declared_part(QuantiserOptions))
-    activation_aware: bool = option(
-        False, group=ROUND, help="First scale input channels by the size of their activations on --data."
+    rounding: str | None = option(
+        None,
+        group=ROUND,
+        choices=ROUNDINGS,
+        unset=NEAREST,
+        help="nearest: to the nearest value. awq: with input channels scaled by their activations on --data. gptq: column "
+        "by column, so that later columns make up for the errors of earlier ones on --data.",
     )
+    activation_aware: bool = option(False, group=ROUND, help="The same as --rounding awq.")
     calibration: CalibrationOptions = part(
         CalibrationOptions,
         samples=changed(32),
         evaluation_samples=changed(
             help="Held-out sequences that perplexity is measured on, before and after; 0 for none, and then no text is "
-            "read without --activation-aware."
+            "read with --rounding nearest."
         ),
         windows=left_out(),
     )
@@ -122,7 +129,17 @@ class QuantizeOptions(JobOptions):
     plan_output: Path | None = unlisted(JobOptions, "plan_output")
     memory_limit: int | None = unlisted(JobOptions, "memory_limit")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activation_aware and self.rounding not in (None, AWQ):
+            raise OptionError(f"--activation-aware is --rounding {AWQ}, and --rounding is {self.rounding}; give one of them")
+
+    @property
+    def way(self) -> str:
+        """Return the way of rounding, one of ROUNDINGS."""
+        return AWQ if self.activation_aware else self.rounding or NEAREST
+
     @property
     def reads_text(self) -> bool:
-        """Whether the run needs text; rounding alone does not."""
-        return self.activation_aware or self.calibration.evaluation_samples > 0
+        """Whether the run needs text; rounding to nearest does not."""
+        return self.way != NEAREST or self.calibration.evaluation_samples > 0

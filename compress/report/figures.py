@@ -86,6 +86,8 @@ class RoundingFigures(TypedDict):
     bytes_not_quantized_share: float
     relative_weight_error: float | None
     relative_weight_error_per_layer: list[float | None]
+    rounding: str
+    """nearest, awq or gptq."""
     activation_aware: bool
     output_error_ratio: float | None
     exponents_per_layer: list[list[float]]

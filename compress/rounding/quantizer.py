@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from compress.options.quantize import HEAD, HEAD_BITS, QuantiserOptions
+from compress.options.quantize import HEAD, HEAD_BITS, NEAREST, QuantiserOptions
 from compress.report.figures import RoundingFigures
 from compress.rounding.activation_scales import Rescaling
 from engine.checkpoint.checkpoint import Checkpoint
@@ -28,8 +29,19 @@ _OUTSIDE = -1
 class Quantiser:
     """Quantizes the weights of one model and accumulates the error."""
 
-    def __init__(self, options: QuantiserOptions, rescaling: Rescaling | None = None) -> None:
+    def __init__(
+        self,
+        options: QuantiserOptions,
+        rescaling: Rescaling | None = None,
+        made: Callable[[str], QuantizedWeight | None] | None = None,
+        way: str = NEAREST,
+    ) -> None:
+        """made: returns a matrix that was rounded before, by its name; None for one to be rounded to nearest.
+
+        way: of rounding, for the figures.
+        """
         self.options, self.rescaling = options, rescaling or Rescaling()
+        self._made, self._way = made, way
         self._squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         """By layer, the sums of squares of the errors and of the weights."""
 
@@ -42,7 +54,8 @@ class Quantiser:
         factor, wide_OD = self.rescaling.factor(name, weight_OD), weight_OD.float()
         if factor is not None:
             wide_OD = wide_OD * factor
-        rounded = quantise(wide_OD, *self.options.scheme_of(name), scale_dtype)
+        made = None if self._made is None else self._made(name)
+        rounded = quantise(wide_OD, *self.options.scheme_of(name), scale_dtype) if made is None else made
         off_OD = rounded.dequantised(torch.float32).sub_(wide_OD)
         if factor is not None:
             off_OD /= factor
@@ -59,6 +72,7 @@ class Quantiser:
         return {
             "weight_bits": self.options.bits,
             "group_size": self.options.group_size,
+            "rounding": self._way,
             "experts_only": self.options.experts_only,
             "quantize_head": self.options.quantize_head,
             "bytes_not_quantized": result.plain_bytes,

@@ -140,8 +140,17 @@ def moved(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Wei
     return weight.to(device) if isinstance(weight, LowBitWeight) else weight.to(device=device, dtype=dtype)
 
 
-def quantise(weight_OD: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype = torch.float32) -> QuantizedWeight:
-    """Round each group to 2^bits values. `group_size` divides D, or is WHOLE_ROW."""
+def quantise(
+    weight_OD: Tensor,
+    bits: int,
+    group_size: int,
+    scale_dtype: torch.dtype = torch.float32,
+    importance_D: Tensor | None = None,
+) -> QuantizedWeight:
+    """Round each group to 2^bits values. `group_size` divides D, or is WHOLE_ROW.
+
+    importance_D: how much the squared error in each column counts where a scale is chosen; by default, all count as much.
+    """
     outputs, inputs = weight_OD.shape
     groups = 1 if group_size == WHOLE_ROW else inputs // group_size
     packed_OB = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8, device=weight_OD.device)
@@ -149,27 +158,32 @@ def quantise(weight_OD: Tensor, bits: int, group_size: int, scale_dtype: torch.d
     step = max(1, _ROUND_ELEMENTS // inputs)
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
-        packed_OB[rows] = _rounded(weight_OD[rows].float(), bits, scales_OC[rows])
+        packed_OB[rows] = _rounded(weight_OD[rows].float(), bits, scales_OC[rows], importance_D)
     return QuantizedWeight(packed_OB, scales_OC, bits, inputs)
 
 
-def _rounded(weight_OD: Tensor, bits: int, scales_OC: Tensor) -> Tensor:
+def packed(values_OD: Tensor, bits: int) -> Tensor:
+    """Return the bytes [O, B] of stored integers from 0 to 2^bits − 1, uint8."""
+    return values_OD if bits == 8 else values_OD[:, ::2] | (values_OD[:, 1::2] << 4)
+
+
+def _rounded(weight_OD: Tensor, bits: int, scales_OC: Tensor, importance_D: Tensor | None) -> Tensor:
     """Return the packed bytes [O, B] of some rows, and write their scales to `scales_OC`."""
     middle = 2 ** (bits - 1)
     weight_OCM = weight_OD.view(*scales_OC.shape, -1)
     # The weight of largest magnitude becomes −2^(bits−1), which has no positive counterpart, so the scale takes its sign.
     size_OC1, place_OC1 = weight_OCM.abs().max(dim=-1, keepdim=True)
     largest_OC1 = weight_OCM.gather(-1, place_OC1)
+    importance_CM = 1.0 if importance_D is None else importance_D.to(weight_OCM).view(scales_OC.shape[1], -1)
     best_OCM, scale_OC1, error_OC1 = weight_OCM, size_OC1, torch.full_like(size_OC1, torch.inf)
     for share in _SHARES[bits]:
         tried_OC1 = (largest_OC1 * (-share / middle)).to(scales_OC.dtype).float()
         safe_OC1 = torch.where(tried_OC1 == 0, 1.0, tried_OC1)
         values_OCM = (weight_OCM / safe_OC1).round_().clamp_(-middle, middle - 1)
-        squares_OC1 = (values_OCM * tried_OC1 - weight_OCM).square().sum(dim=-1, keepdim=True)
+        squares_OC1 = (values_OCM * tried_OC1 - weight_OCM).square().mul_(importance_CM).sum(dim=-1, keepdim=True)
         better_OC1 = squares_OC1 < error_OC1
         best_OCM = torch.where(better_OC1, values_OCM, best_OCM)
         scale_OC1 = torch.where(better_OC1, tried_OC1, scale_OC1)
         error_OC1 = torch.where(better_OC1, squares_OC1, error_OC1)
     scales_OC.copy_(scale_OC1[:, :, 0])
-    values_OD: Tensor = (best_OCM + middle).to(torch.uint8).view(weight_OD.shape)
-    return values_OD if bits == 8 else values_OD[:, ::2] | (values_OD[:, 1::2] << 4)
+    return packed((best_OCM + middle).to(torch.uint8).view(weight_OD.shape), bits)

@@ -93,7 +93,11 @@ def test_what_is_refused(place: Path, small: tuple[Path, Any], tmp_path: Path) -
         (lambda: _quantize(small[0], tmp_path / "out", 4, 16), "has weights of 8 bits; take the model"),
         (
             lambda: _quantize(place / "model", tmp_path / "out", 8, 16, activation_aware=True),
-            "--activation-aware scales norms",
+            "--rounding awq scales norms",
+        ),
+        (
+            lambda: _quantize(place / "model", tmp_path / "out", 8, 16, rounding="gptq"),
+            "--rounding gptq rounds each matrix for its own inputs",
         ),
         (lambda: _quantize(place / "model", tmp_path / "out", 8, 32), "has 16 inputs, which groups of 32 do not fill"),
         (lambda: _prune(small[0], tmp_path / "out", **UNITS), "such experts can only be kept or removed as a whole"),

@@ -164,6 +164,36 @@ def test_a_killed_run_goes_on_from_its_scales(place: Path, monkeypatch: pytest.M
     assert not (place / ".aware.work").exists()
 
 
+def test_rounding_with_error_feedback(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The artifact has the matrices of the pass, and a killed run goes on with them."""
+    command = [*QUANTIZE, "--rounding", "gptq", "-o", "fed"]
+    figures = run(*command)
+    assert figures["rounding"] == "gptq" and not figures["activation_aware"]
+    assert figures["relative_weight_error"] > run(*QUANTIZE, "-o", "near", "--rounding", "nearest")["relative_weight_error"]
+    expected = (place / "fed" / "model.safetensors").read_bytes()
+    assert expected != (place / "near" / "model.safetensors").read_bytes()
+    assert (place / "near" / "model.safetensors").read_bytes() == (place / "small" / "model.safetensors").read_bytes()
+    shutil.rmtree(place / "fed")
+    monkeypatch.setattr(module, "Quantiser", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert CliRunner().invoke(cli.main, command).exit_code == 130
+    work, layers = place / ".fed.work", len(Checkpoint(place / "model").config.layers)
+    assert sorted(path.name for path in (work / "rounded").glob("rounded-*")) == [
+        f"rounded-{layer}.safetensors" for layer in range(layers)
+    ]
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    run(*command, "--resume")
+    assert (place / "fed" / "model.safetensors").read_bytes() == expected and not work.exists()
+
+
+def test_two_ways_of_rounding_are_refused(place: Path) -> None:
+    result = CliRunner().invoke(cli.main, [*QUANTIZE, "--activation-aware", "--rounding", "gptq", "-o", "out"])
+    assert result.exit_code == 1 and "--activation-aware is --rounding awq, and --rounding is gptq" in result.output
+    assert not (place / "out").exists()
+    aware = run(*QUANTIZE, "--rounding", "awq", "-o", "aware")
+    assert aware["rounding"] == "awq" and aware["activation_aware"]
+
+
 def test_pruning_copies_packed_weights(place: Path) -> None:
     """The artifact has the full model's experts with the same bytes. Routers and norms can be trained beside them."""
     plan = ["--plan", "plan.json", *CALIBRATION, "--evaluation-samples", "2"]

@@ -1,0 +1,232 @@
+"""Rounds the matrices of a model with error feedback (gptq.py), layer by layer, in one streaming pass over text.
+
+Every matrix is rounded for the inputs that it has in the model as it is; GPTQ §4 takes the inputs that the rounded layers
+before it give. Inputs of an expert are weighted as the model weighs its output (w²), so that H counts the output's error.
+One layer is in memory at a time with its inputs, and the moments of a few of its feed-forward networks.
+
+Shape suffixes: T tokens, R tokens of one network, D hidden, F width, I inputs of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibrate.ffn_inputs import FfnInputs, Text
+from compress.options.quantize import HEAD, QuantiserOptions
+from compress.rounding.gptq import round_with_feedback, shrunk
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.model import DecoderLayer
+from engine.decoder.parameters import layer_weights
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor
+from engine.kernels.scheme import Scheme
+from engine.passes.memory_budget import UNLIMITED
+from engine.passes.streaming import stream_layers
+
+MOMENT_BYTES = 256 << 20
+"""Bytes of the moments that are summed up together; those of one network may take more."""
+
+
+class FeedbackRounding:
+    """The matrices that `round_layers` has rounded into a directory."""
+
+    def __init__(self, directory: Path, scheme_of: Callable[[str], Scheme]) -> None:
+        self._directory, self._scheme_of = directory, scheme_of
+        self._opened = cache(self._open)
+
+    def __call__(self, name: str) -> QuantizedWeight | None:
+        """Return a rounded matrix; None for the output head, which is rounded to nearest."""
+        if name == HEAD:
+            return None
+        file = self._opened(int(name.split(".")[2]))  # model.layers.N.…
+        packed_OB, scales_OC = (file.tensor(f"{name}.{part}") for part in ("packed", "scales"))
+        bits = self._scheme_of(name).bits
+        return QuantizedWeight(packed_OB, scales_OC, bits, packed_OB.shape[1] * 8 // bits)
+
+    def _open(self, layer: int) -> SafetensorsFile:
+        file = SafetensorsFile(_path(self._directory, layer))
+        check_digest(file)
+        return file
+
+
+def round_layers(
+    checkpoint: Checkpoint,
+    tokens_SL: Tensor,
+    directory: Path,
+    options: QuantiserOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> FeedbackRounding:
+    """Round the matrices of every layer into `directory`. An interrupted pass resumes at its layer."""
+    wanted, last = set(options.names(checkpoint.config)), len(checkpoint.config.layers) - 1
+    found = FeedbackRounding(directory, options.scheme_of)
+    if _path(directory, last).is_file():
+        return found
+    directory.mkdir(parents=True, exist_ok=True)
+    text = Text(slice(0, len(tokens_SL)), tokens_SL.shape[1])
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None]:
+        return partial(_LayerRounding(checkpoint, index, layer, text, wanted, options, dtype).write, directory)
+
+    passed = directory / "pass"
+    stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, directory=passed, progress=progress).close()
+    return found
+
+
+def _path(directory: Path, layer: int) -> Path:
+    return directory / f"rounded-{layer}.safetensors"
+
+
+class _LayerRounding:
+    """Collects the inputs of one layer's matrices while it runs, and rounds them afterwards."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        index: int,
+        layer: DecoderLayer,
+        text: Text,
+        wanted: Collection[str],
+        options: QuantiserOptions,
+        dtype: torch.dtype,
+    ) -> None:
+        self._checkpoint, self._index, self._options = checkpoint, index, options
+        named = [(name, weight) for name, weight in layer_weights(checkpoint.config, index, layer) if name in wanted]
+        self._weights = {id(weight): (name, weight) for name, weight in named}
+        block = layer.feed_forward
+        self._networks = [] if block is None else _networks(block)
+        of_networks = {id(weight) for network in self._networks for weight in network.projections}
+        self._moments = _Moments(set(self._weights) - of_networks)
+        layer.register_forward_pre_hook(self._watch)
+        self._inputs: FfnInputs | None = None
+        if block is not None and of_networks & set(self._weights):
+            self._inputs = FfnInputs(block, text, dtype, include=("shared",), budget=UNLIMITED, release=checkpoint.release)
+        self._experts = len(block.experts) if isinstance(block, MoeBlock) else 0
+
+    def _watch(self, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_BLD, positions, *others = given
+        return x_BLD, positions._replace(choice=replace(positions.choice, observer=self._moments.see)), *others
+
+    def write(self, directory: Path) -> None:
+        """Round the layer's matrices and write their file."""
+        tensors: dict[str, Tensor] = {}
+        for name, weight, moment_II in (*self._of_attention(), *self._of_networks()):
+            scheme, scale_dtype = self._options.scheme_of(name), self._checkpoint.dtype(name)
+            rounded = round_with_feedback(as_tensor(weight).detach().cpu(), moment_II, scheme, scale_dtype)
+            tensors |= {f"{name}.packed": rounded.packed_OB, f"{name}.scales": rounded.scales_OC}
+        write_state(_path(directory, self._index), tensors, {}, "rounded matrices")
+        if self._inputs is not None:
+            self._inputs.close()
+
+    def _of_attention(self) -> Iterator[tuple[str, Weight, Tensor]]:
+        """Yield the matrices outside of feed-forward networks, with the moments of their inputs."""
+        for keys, sum_II in self._moments.sums.items():
+            for key in keys:
+                yield *self._weights[key], sum_II
+
+    def _of_networks(self) -> Iterator[tuple[str, Weight, Tensor]]:
+        """Yield the matrices of feed-forward networks, with the moments of their inputs."""
+        if self._inputs is None:
+            return
+        self._inputs.stop()
+        mean_DD = self._mean_moment(self._inputs)
+        for group in _groups(self._networks):
+            found = {number: _NetworkMoments(self._networks[number]) for number in group}
+            for batch in self._inputs.batches():
+                for number, own in found.items():
+                    x_RD, weight_R, _ = self._inputs.used(batch, number)
+                    own.add(x_RD, weight_R)
+            for own in found.values():
+                inputs_DD, units_FF = own.moments(mean_DD)
+                for weight in own.network.projections:
+                    if id(weight) in self._weights:
+                        yield *self._weights[id(weight)], units_FF if weight is own.network.down_DF else inputs_DD
+
+    def _mean_moment(self, inputs: FfnInputs) -> Tensor:
+        """Return the mean of x·xᵀ over all tokens that the block reads, [D, D]."""
+        tokens, sum_DD = 0, torch.zeros(())
+        for batch in inputs.batches():
+            x_TD = batch.x_TD.float().cpu()
+            tokens, sum_DD = tokens + len(x_TD), sum_DD + (x_TD.T @ x_TD).double()
+        return sum_DD / max(tokens, 1)
+
+
+def _networks(block: MoeBlock | Expert) -> list[Expert]:
+    """Return the feed-forward networks of a block, in the order of FfnInputs."""
+    if isinstance(block, Expert):
+        return [block]
+    experts = [expert for expert in block.experts if isinstance(expert, Expert)]
+    return [*experts, *([] if block.shared is None else [block.shared])]
+
+
+def _groups(networks: Sequence[Expert]) -> Iterator[list[int]]:
+    """Yield the numbers of networks whose moments are summed up together."""
+    group: list[int] = []
+    held = 0
+    for number, network in enumerate(networks):
+        size = 8 * (network.width**2 + network.down_DF.shape[0] ** 2)
+        if group and held + size > MOMENT_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(number)
+        held += size
+    yield group
+
+
+class _Moments:
+    """Sums Σ x·xᵀ of the inputs of matrices; those that read one input together share a sum."""
+
+    def __init__(self, wanted: Collection[int]) -> None:
+        """wanted: the `id` of each matrix."""
+        self._wanted = wanted
+        self.sums: dict[tuple[int, ...], Tensor] = {}
+        """[I, I] in float64, by the matrices that share it."""
+
+    def see(self, x: Tensor, weights: Sequence[Weight]) -> None:
+        """Add the input of a product with these weights."""
+        keys = tuple(id(weight) for weight in weights if id(weight) in self._wanted)
+        if keys:
+            x_TI = x.detach().flatten(0, -2).float().cpu()
+            square_II = (x_TI.T @ x_TI).double()
+            self.sums[keys] = self.sums[keys] + square_II if keys in self.sums else square_II
+
+
+class _NetworkMoments:
+    """Sums of one network: of its inputs and of its hidden units, weighted by w²."""
+
+    def __init__(self, network: Expert) -> None:
+        self.network, self._weight = network, 0.0
+        hidden, width = network.down_DF.shape[0], network.width
+        self._inputs_DD = torch.zeros(hidden, hidden, dtype=torch.float64)
+        self._units_FF = torch.zeros(width, width, dtype=torch.float64)
+        self._tokens = 0
+
+    def add(self, x_RD: Tensor, weight_R: Tensor) -> None:
+        """Add some tokens. weight_R: the weights of the network's outputs."""
+        self._tokens += len(x_RD)
+        self._weight += float(weight_R.double().square().sum())
+        for sum_II, rows_RI in ((self._inputs_DD, x_RD), (self._units_FF, self.network.units(x_RD))):
+            weighted_RI = weight_R[:, None] * rows_RI.detach().float().cpu()
+            sum_II += weighted_RI.T @ weighted_RI
+
+    def moments(self, mean_DD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the moments of the inputs [D, D] and of the hidden units [F, F], with priors for few tokens.
+
+        mean_DD: the mean over all tokens of the layer.
+        """
+        typical = self._weight / max(self._tokens, 1) or 1.0  # the mean w², so that a prior counts as tokens of the network
+        inputs_DD = shrunk(self._inputs_DD / typical, self._tokens, mean_DD)
+        units_FF = self._units_FF / typical
+        spread = float(units_FF.diagonal().mean()) / max(self._tokens, 1)
+        return inputs_DD, shrunk(units_FF, self._tokens, spread * torch.eye(len(units_FF), dtype=torch.float64))
