@@ -26,6 +26,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
+from engine.kernels.quantized_weight import Weight
 from engine.kernels.scheme import WHOLE_ROW
 from engine.passes.memory_budget import UNLIMITED
 
@@ -49,10 +50,10 @@ REFERENCE = "4 bits, groups of 32, largest alone"
 class Reference(Checkpoint):
     """The model with matrices rounded to nearest, scale = largest / 7.5."""
 
-    def stored(self, name: str) -> Tensor:
+    def stored(self, name: str, dtype: torch.dtype | None = None) -> Weight:
         """Return a tensor, rounded."""
-        tensor = super().stored(name)
-        if name not in self._multiplied:
+        tensor = super().stored(name, dtype)
+        if name not in self._multiplied or not isinstance(tensor, Tensor):
             return tensor
         groups = tensor.float().view(tensor.shape[0], -1, 32)
         scales = (groups.abs().amax(-1, keepdim=True) / 7.5).to(tensor.dtype).float()

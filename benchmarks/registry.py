@@ -159,6 +159,10 @@ BENCHMARKS = (
         *("encoder_decoder", ("encoder_decoder",), (*DENSE, "engine/transformers_models")),
         trial=("--steps", "2", "--teacher-steps", "2", "--ffns", "1"),
     ),
+    Benchmark(
+        *("response_writing", ("response_writing",), ("compress/distillation", "engine/batching", *ENGINE)),
+        trial=("--rounds", "1", "--lengths", "128"),
+    ),
     Benchmark("distill", ("distill",), RECIPES, trial=(*TINY_DISTILL, "sft,kd")),
     Benchmark(
         *("distill", ("distill_k",), RECIPES),
