@@ -59,6 +59,7 @@ class Benchmark:
 
 
 SHORT = ("--repetitions", "1", "--layers", "1")
+UNIT_TRIAL = ("--methods", "unit-magnitude", "--seeds", "1", "--windows", "4", "--samples", "4")
 TINY_DISTILL = ("--steps", "2", "--teacher-steps", "2", "--student-steps", "2", "--text-steps", "2", "--prompts", "4")
 TINY_DISTILL += ("--validation-prompts", "4", "--seeds", "1", "--recipes")
 BENCHMARKS = (
@@ -142,12 +143,12 @@ BENCHMARKS = (
     ),
     Benchmark(
         *("hidden_units", ("hidden_units",), PRUNING),
-        trial=("--models", "demo", "--methods", "unit-magnitude", "--seeds", "1", "--windows", "4", "--samples", "4"),
+        trial=(*UNIT_TRIAL, "--models", "demo"),
     ),
     Benchmark(
         *("hidden_units", ("hidden_units_other",), PRUNING),
         arguments=("--methods", "fisher,reap,unit-obs", "--other-text"),
-        trial=("--methods", "unit-magnitude", "--seeds", "1", "--windows", "4", "--samples", "4", "--other-text"),
+        trial=(*UNIT_TRIAL, "--tokens", "32768", "--other-text"),
         needs="a file of text, whose name is in BENCHMARK_TEXT",
     ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
