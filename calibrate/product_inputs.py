@@ -51,12 +51,7 @@ def collect_inputs(
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None]:
         collector = _Collector({id(weight): name for name, weight in layer_weights(config, index, layer)})
-
-        def observed(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-            x_BLD, positions, *others = given
-            return x_BLD, positions._replace(choice=replace(positions.choice, observer=collector.see)), *others
-
-        layer.register_forward_pre_hook(observed)
+        watch_products(layer, collector.see)
         return lambda: collector.finish(found)
 
     with stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, progress=progress) as states:
@@ -66,9 +61,24 @@ def collect_inputs(
     head.finish(found)
     checkpoint.release()
     for name, square_I in found.squares.items():
-        if not bool(square_I.isfinite().all()):
-            raise CheckpointError(f"{checkpoint.directory}: inputs of {name} are NaN or infinite; check the model's weights")
+        check_inputs(checkpoint, name, square_I)
     return found
+
+
+def watch_products(layer: DecoderLayer, see: Callable[[Tensor, Sequence[Weight]], None]) -> None:
+    """Call `see` with the input of every product of a layer and the weights that are multiplied by it."""
+
+    def observed(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_BLD, positions, *others = given
+        return x_BLD, positions._replace(choice=replace(positions.choice, observer=see)), *others
+
+    layer.register_forward_pre_hook(observed)
+
+
+def check_inputs(checkpoint: Checkpoint, name: str, sums: Tensor) -> None:
+    """Raise CheckpointError if sums over a matrix's inputs are not finite."""
+    if not bool(sums.isfinite().all()):
+        raise CheckpointError(f"{checkpoint.directory}: inputs of {name} are NaN or infinite; check the model's weights")
 
 
 class _Collector:

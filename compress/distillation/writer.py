@@ -59,13 +59,18 @@ class Writer:
             for old, new in zip(_narrowed(self._copy), _narrowed(self.decoder), strict=True):
                 old.data.copy_(new.data)
             writing = self._copy
+        writing.weights_changed()
         prepare_decoding(writing.dtype, writing.device, writing.kernels_needed)
         return writing
 
 
 def copy_in(dtype: torch.dtype, decoder: Decoder) -> Decoder:
-    """Return a frozen copy of a decoder whose weights have another dtype. Low-bit weights and other buffers are shared."""
-    known: dict[int, object] = {id(own): own for own in (decoder.config, decoder.rotary, *decoder.buffers())}
+    """Return a frozen copy of a decoder whose weights have another dtype.
+
+    Low-bit weights, other buffers and the routings are shared.
+    """
+    routings = [own for block in decoder.moe_blocks for own in (block.routing, block.own_routing)]
+    known: dict[int, object] = {id(own): own for own in (decoder.config, decoder.rotary, *decoder.buffers(), *routings)}
     names = {id(weight): name for name, weight in parameters_on_disk(decoder).items()}
     for weight in _narrowed(decoder):
         own = computed_dtype(decoder.config.architecture, names.get(id(weight), ""), dtype)

@@ -143,8 +143,8 @@ class DistillOptions(JobOptions, StepOptions):
         "auto",
         group=RESPONSES,
         choices=("auto", "own"),
-        help="Dtype of the weights that write responses, those of rouge-l too. auto: bfloat16 if the processor's compiled "
-        "kernels then write, several times as fast; own: the dtype of training.",
+        help="Dtype of the weights that write responses, those of rouge-l too. auto: bfloat16 if compiled kernels run on "
+        "this processor, several times as fast; own: the dtype of training.",
     )
     stemming: bool = option(False, group=RESPONSES, help="For rouge-l: compare the Porter stems of words, as MiniLLM does.")
     select_by: str = option(

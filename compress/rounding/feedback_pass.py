@@ -10,24 +10,23 @@ Shape suffixes: T tokens, R tokens of one network, D hidden, F width, I inputs o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from calibrate.ffn_inputs import FfnInputs, Text
+from calibrate.product_inputs import check_inputs, watch_products
 from compress.options.quantize import HEAD, QuantiserOptions
-from compress.rounding.gptq import round_with_feedback, shrunk
+from compress.rounding.gptq import Feedback, shrunk
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.experts import Expert
 from engine.decoder.model import DecoderLayer
 from engine.decoder.parameters import layer_weights
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor
+from engine.kernels.quantized_weight import QuantizedWeight, Weight
 from engine.kernels.scheme import Scheme
 from engine.passes.memory_budget import UNLIMITED
 from engine.passes.streaming import stream_layers
@@ -102,72 +101,75 @@ class _LayerRounding:
         dtype: torch.dtype,
     ) -> None:
         self._checkpoint, self._index, self._options = checkpoint, index, options
-        named = [(name, weight) for name, weight in layer_weights(checkpoint.config, index, layer) if name in wanted]
-        self._weights = {id(weight): (name, weight) for name, weight in named}
-        block = layer.feed_forward
-        self._networks = [] if block is None else _networks(block)
-        of_networks = {id(weight) for network in self._networks for weight in network.projections}
-        self._moments = _Moments(set(self._weights) - of_networks)
-        layer.register_forward_pre_hook(self._watch)
+        named = layer_weights(checkpoint.config, index, layer)
+        self._names = {id(weight): name for name, weight in named if name in wanted}
         self._inputs: FfnInputs | None = None
-        if block is not None and of_networks & set(self._weights):
-            self._inputs = FfnInputs(block, text, dtype, include=("shared",), budget=UNLIMITED, release=checkpoint.release)
-        self._experts = len(block.experts) if isinstance(block, MoeBlock) else 0
-
-    def _watch(self, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_BLD, positions, *others = given
-        return x_BLD, positions._replace(choice=replace(positions.choice, observer=self._moments.see)), *others
+        block, of_networks = layer.feed_forward, set[int]()
+        if block is not None:
+            inputs = FfnInputs(block, text, dtype, include=("shared",), budget=UNLIMITED, release=checkpoint.release)
+            of_networks = {id(weight) for network in inputs.networks for weight in network.projections}
+            if of_networks & self._names.keys():
+                self._inputs = inputs
+            else:
+                inputs.stop()
+                inputs.close()
+        self._moments = _Moments(self._names.keys() - of_networks)
+        watch_products(layer, self._moments.see)
 
     def write(self, directory: Path) -> None:
         """Round the layer's matrices and write their file."""
         tensors: dict[str, Tensor] = {}
-        for name, weight, moment_II in (*self._of_attention(), *self._of_networks()):
-            scheme, scale_dtype = self._options.scheme_of(name), self._checkpoint.dtype(name)
-            rounded = round_with_feedback(as_tensor(weight).detach().cpu(), moment_II, scheme, scale_dtype)
-            tensors |= {f"{name}.packed": rounded.packed_OB, f"{name}.scales": rounded.scales_OC}
+        source = self._checkpoint.source(torch.float32)
+        for names, moment_II in (*self._of_attention(), *self._of_networks()):
+            check_inputs(self._checkpoint, names[0], moment_II)
+            feedback = Feedback(moment_II)
+            for name in names:
+                scheme, scale_dtype = self._options.scheme_of(name), self._checkpoint.dtype(name)
+                rounded = feedback.round(source(name), scheme, scale_dtype)
+                tensors |= {f"{name}.packed": rounded.packed_OB, f"{name}.scales": rounded.scales_OC}
         write_state(_path(directory, self._index), tensors, {}, "rounded matrices")
         if self._inputs is not None:
             self._inputs.close()
 
-    def _of_attention(self) -> Iterator[tuple[str, Weight, Tensor]]:
-        """Yield the matrices outside of feed-forward networks, with the moments of their inputs."""
+    def _of_attention(self) -> Iterator[tuple[list[str], Tensor]]:
+        """Yield the matrices outside of feed-forward networks that share an input, and its moment."""
         for keys, sum_II in self._moments.sums.items():
-            for key in keys:
-                yield *self._weights[key], sum_II
+            yield [self._names[key] for key in keys], sum_II
 
-    def _of_networks(self) -> Iterator[tuple[str, Weight, Tensor]]:
-        """Yield the matrices of feed-forward networks, with the moments of their inputs."""
+    def _of_networks(self) -> Iterator[tuple[list[str], Tensor]]:
+        """Yield the matrices of a feed-forward network that share an input, and its moment."""
         if self._inputs is None:
             return
         self._inputs.stop()
         mean_DD = self._mean_moment(self._inputs)
-        for group in _groups(self._networks):
-            found = {number: _NetworkMoments(self._networks[number]) for number in group}
+        for group in _groups(self._inputs.networks):
+            found = {number: _NetworkMoments(self._inputs.networks[number]) for number in group}
             for batch in self._inputs.batches():
                 for number, own in found.items():
                     x_RD, weight_R, _ = self._inputs.used(batch, number)
                     own.add(x_RD, weight_R)
             for own in found.values():
                 inputs_DD, units_FF = own.moments(mean_DD)
-                for weight in own.network.projections:
-                    if id(weight) in self._weights:
-                        yield *self._weights[id(weight)], units_FF if weight is own.network.down_DF else inputs_DD
+                down, known = own.network.down_DF, [each for each in own.network.projections if id(each) in self._names]
+                for weights, moment_II in (
+                    ([each for each in known if each is not down], inputs_DD),
+                    ([each for each in known if each is down], units_FF),
+                ):
+                    if weights:
+                        yield [self._names[id(each)] for each in weights], moment_II
 
     def _mean_moment(self, inputs: FfnInputs) -> Tensor:
         """Return the mean of x·xᵀ over all tokens that the block reads, [D, D]."""
         tokens, sum_DD = 0, torch.zeros(())
         for batch in inputs.batches():
-            x_TD = batch.x_TD.float().cpu()
-            tokens, sum_DD = tokens + len(x_TD), sum_DD + (x_TD.T @ x_TD).double()
+            tokens, sum_DD = tokens + len(batch.x_TD), sum_DD + second_moment(batch.x_TD)
         return sum_DD / max(tokens, 1)
 
 
-def _networks(block: MoeBlock | Expert) -> list[Expert]:
-    """Return the feed-forward networks of a block, in the order of FfnInputs."""
-    if isinstance(block, Expert):
-        return [block]
-    experts = [expert for expert in block.experts if isinstance(expert, Expert)]
-    return [*experts, *([] if block.shared is None else [block.shared])]
+def second_moment(x_TI: Tensor) -> Tensor:
+    """Return Σ x·xᵀ, [I, I] in float64 on the CPU; products are computed in float32 where the inputs are."""
+    x_TI = x_TI.detach().float()
+    return (x_TI.T @ x_TI).double().cpu()
 
 
 def _groups(networks: Sequence[Expert]) -> Iterator[list[int]]:
@@ -197,8 +199,7 @@ class _Moments:
         """Add the input of a product with these weights."""
         keys = tuple(id(weight) for weight in weights if id(weight) in self._wanted)
         if keys:
-            x_TI = x.detach().flatten(0, -2).float().cpu()
-            square_II = (x_TI.T @ x_TI).double()
+            square_II = second_moment(x.flatten(0, -2))
             self.sums[keys] = self.sums[keys] + square_II if keys in self.sums else square_II
 
 
@@ -217,15 +218,15 @@ class _NetworkMoments:
         self._tokens += len(x_RD)
         self._weight += float(weight_R.double().square().sum())
         for sum_II, rows_RI in ((self._inputs_DD, x_RD), (self._units_FF, self.network.units(x_RD))):
-            weighted_RI = weight_R[:, None] * rows_RI.detach().float().cpu()
-            sum_II += weighted_RI.T @ weighted_RI
+            sum_II += second_moment(weight_R.to(rows_RI.device)[:, None] * rows_RI.float())
 
     def moments(self, mean_DD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the moments of the inputs [D, D] and of the hidden units [F, F], with priors for few tokens.
 
         mean_DD: the mean over all tokens of the layer.
         """
-        typical = self._weight / max(self._tokens, 1) or 1.0  # the mean w², so that a prior counts as tokens of the network
+        # The mean w²: divided by it, a token of the network counts as one token of the prior.
+        typical = self._weight / max(self._tokens, 1) or 1.0
         inputs_DD = shrunk(self._inputs_DD / typical, self._tokens, mean_DD)
         units_FF = self._units_FF / typical
         spread = float(units_FF.diagonal().mean()) / max(self._tokens, 1)

@@ -28,62 +28,57 @@ DAMPING = 0.01
 """Share of the mean diagonal of H that is added to its diagonal."""
 BLOCK = 128
 """Columns whose errors reach the columns after them in one product (algorithm 1)."""
-MOST_WEIGHTS = 1 << 24
+MOST_WEIGHTS = 1 << 22
 """Weights of a matrix that are rounded at a time; rows do not depend on each other."""
 
 
-def round_with_feedback(
-    weight_OI: Tensor, moment_II: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
-) -> QuantizedWeight:
-    """Return a matrix rounded so that the error of its products is small on inputs with this second moment.
+class Feedback:
+    """What the matrices that read one input need for their rounding: the order of their columns, and U."""
 
-    moment_II: Σ x xᵀ up to a factor; computed in float64. Zero columns of it stand for inputs that were never used.
-    """
-    outputs, inputs = weight_OI.shape
-    moment_II = moment_II.double()
-    importance_I = moment_II.diagonal()
-    scales_OC = quantise(weight_OI, *scheme, scale_dtype, importance_D=importance_I).scales_OC
-    order_I = importance_I.argsort(descending=True, stable=True)
-    factor_II = inverse_factor(moment_II[order_I][:, order_I])
-    group_I = (torch.arange(inputs) // (inputs // scales_OC.shape[1]))[order_I]
-    values_OI = torch.empty(outputs, inputs, dtype=torch.uint8)
-    for rows in torch.arange(outputs).split(max(1, MOST_WEIGHTS // inputs)):
-        sorted_OI = _integers(
-            weight_OI[rows][:, order_I].double(), scales_OC[rows].double()[:, group_I], factor_II, scheme.bits
-        )
-        values_OI[rows] = torch.empty_like(sorted_OI).index_copy_(1, order_I, sorted_OI)
-    return QuantizedWeight(packed(values_OI, scheme.bits), scales_OC, scheme.bits, inputs)
+    def __init__(self, moment_II: Tensor) -> None:
+        """moment_II: Σ x xᵀ of the input, up to a factor. A moment without any input counts as the identity."""
+        moment_II = moment_II.double()
+        damping = DAMPING * float(moment_II.diagonal().mean()) or 1.0
+        self.importance_I = moment_II.diagonal() + damping
+        """Diagonal of the damped H: how much the squared error of a column counts."""
+        self.order_I = self.importance_I.argsort(descending=True, stable=True)
+        sorted_II = moment_II[self.order_I][:, self.order_I]
+        sorted_II.diagonal().add_(damping)
+        self.factor_II: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(sorted_II)), upper=True)
+        """U of the sorted columns: Uᵀ·U = H⁻¹."""
 
+    def round(self, weight_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32) -> QuantizedWeight:
+        """Return a matrix rounded so that the error of its products with the input is small. Computed in float64."""
+        outputs, inputs = weight_OI.shape
+        scales_OC = quantise(weight_OI, *scheme, scale_dtype, importance_D=self.importance_I).scales_OC
+        values_OI = torch.empty(outputs, inputs, dtype=torch.uint8)
+        for rows in torch.arange(outputs).split(max(1, MOST_WEIGHTS // inputs)):
+            values_OI[rows] = self._integers(weight_OI[rows], scales_OC[rows], scheme.bits)
+        return QuantizedWeight(packed(values_OI, scheme.bits), scales_OC, scheme.bits, inputs)
 
-def inverse_factor(moment_II: Tensor) -> Tensor:
-    """Return U, upper triangular, with Uᵀ·U = (H + damping)⁻¹. An H without any input counts as the identity."""
-    mean = float(moment_II.diagonal().mean())
-    if mean <= 0.0:
-        return torch.eye(len(moment_II), dtype=moment_II.dtype)
-    damped_II = moment_II + DAMPING * mean * torch.eye(len(moment_II), dtype=moment_II.dtype)
-    factor_II: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped_II)), upper=True)
-    return factor_II
+    def _integers(self, weight_OI: Tensor, scales_OC: Tensor, bits: int) -> Tensor:
+        """Return the stored integers [O, I], uint8."""
+        middle, inputs = 2 ** (bits - 1), weight_OI.shape[1]
+        scales_CO = scales_OC.double().T.contiguous()
+        divisors_CO = torch.where(scales_CO == 0, 1.0, scales_CO)
+        groups = (self.order_I // (inputs // len(scales_CO))).tolist()
+        left_IO = weight_OI.double().T[self.order_I]  # a column of the matrix is contiguous here
+        values_IO = torch.empty(left_IO.shape, dtype=torch.uint8)
+        for start in range(0, inputs, BLOCK):
+            end = min(start + BLOCK, inputs)
+            errors_BO = torch.empty(end - start, left_IO.shape[1], dtype=left_IO.dtype)
+            for place in range(start, end):
+                scale_O, divisor_O = scales_CO[groups[place]], divisors_CO[groups[place]]
+                rounded_O = (left_IO[place] / divisor_O).round_().clamp_(-middle, middle - 1)
+                error_O = (left_IO[place] - rounded_O * scale_O) / self.factor_II[place, place]
+                left_IO[place:end].addr_(self.factor_II[place, place:end], error_O, alpha=-1.0)
+                errors_BO[place - start] = error_O
+                values_IO[place] = (rounded_O + middle).to(torch.uint8)
+            left_IO[end:] -= self.factor_II[start:end, end:].T @ errors_BO
+        return torch.empty_like(values_IO).index_copy_(0, self.order_I, values_IO).T.contiguous()
 
 
 def shrunk(sum_II: Tensor, tokens: float, prior_II: Tensor) -> Tensor:
-    """Return the moment of an expert from its sum over some tokens and from a prior, both a mean over tokens afterwards."""
+    """Return the mean moment of an expert: its sum over some tokens, and a prior that counts as many tokens as inputs."""
     inputs = len(sum_II)
     return (sum_II + inputs * prior_II) / (tokens + inputs)
-
-
-def _integers(left_OI: Tensor, scales_OI: Tensor, factor_II: Tensor, bits: int) -> Tensor:
-    """Return the stored integers [O, I], uint8, of columns in the order in which they are rounded."""
-    middle, inputs = 2 ** (bits - 1), left_OI.shape[1]
-    values_OI = torch.empty(left_OI.shape, dtype=torch.uint8)
-    divisors_OI = torch.where(scales_OI == 0, 1.0, scales_OI)
-    for start in range(0, inputs, BLOCK):
-        end = min(start + BLOCK, inputs)
-        errors_OB = torch.empty(len(left_OI), end - start, dtype=left_OI.dtype)
-        for column in range(start, end):
-            rounded_O = (left_OI[:, column] / divisors_OI[:, column]).round_().clamp_(-middle, middle - 1)
-            error_O = (left_OI[:, column] - rounded_O * scales_OI[:, column]) / factor_II[column, column]
-            left_OI[:, column:end].addr_(error_O, factor_II[column, column:end], alpha=-1.0)
-            errors_OB[:, column - start] = error_O
-            values_OI[:, column] = (rounded_O + middle).to(torch.uint8)
-        left_OI[:, end:] -= errors_OB @ factor_II[start:end, end:]
-    return values_OI

@@ -57,9 +57,10 @@ def continue_together(
 ) -> list[list[int]]:
     """Return what follows each prompt: up to an end token, which is included, or so many tokens as its limit.
 
-    limits: at least 1 for each prompt. generator: all tokens are drawn from it, in the order of the steps. max_batch_size:
-    sequences that go on at a time. Raises CheckpointError if a logit is NaN or infinite.
+    Each prompt has at least one token, and each limit is at least 1. generator: all tokens are drawn from it, in the order
+    of the steps. max_batch_size: sequences that go on at a time. Raises CheckpointError if a logit is NaN or infinite.
     """
+    assert all(prompts), "a prompt has no tokens"
     sequences = [_Sequence(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
     batch = min(max_batch_size, len(sequences))
     reader = _Reader(decoder, batch, max((each.longest for each in sequences), default=1))
@@ -101,7 +102,7 @@ class _Reader:
         self._cache = PagedCache(decoder.config, size, decoder.dtype, decoder.device, sequences=batch)
         self.pads = self._cache.pool.shares
         """Whether prompts may be padded on the right: what a token sees is before it, and the padding's keys and values are
-        written over. States would take the padding up.
+        written over. A recurrent state would include the padding.
         """
 
     def prompts(self, group: list[_Sequence]) -> Tensor:

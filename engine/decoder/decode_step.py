@@ -89,6 +89,10 @@ class DecodeStep:
             self._tell(*seen)
         return x_BLD
 
+    def forget(self) -> None:
+        """Read all weights anew at the next step: some are copied in another dtype, and these may have changed in place."""
+        self._first = []
+
     def serves(self, kernels: Any) -> bool:
         """Return whether the kernels know everything that these layers do."""
         return all(_serves(kernels, layer) for layer in self._layers)

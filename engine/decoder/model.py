@@ -226,6 +226,10 @@ class Decoder(nn.Module):
         needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels), mixers=mixers)
         return needed
 
+    def weights_changed(self) -> None:
+        """Make the next compiled step read all weights anew. It is needed after weights were changed in place."""
+        self._step.forget()
+
     @property
     def moe_blocks(self) -> list[MoeBlock]:
         """MoE blocks in the order of their layers."""

@@ -43,7 +43,9 @@ def sample_by_inverse(logits_BV: Tensor, options: SamplingOptions, generator: to
         return _finite(logits_BV).argmax(dim=-1)
     total_BV = probabilities(logits_BV, options).cumsum(dim=-1)
     drawn_B1 = torch.rand(len(total_BV), 1, generator=generator, device=total_BV.device) * total_BV[:, -1:]
-    below_B1 = drawn_B1.minimum(total_BV[:, -1:].nextafter(torch.zeros(())))  # a product that is rounded up names no token
+    below_B1 = drawn_B1.minimum(
+        total_BV[:, -1:].nextafter(torch.zeros(()))
+    )  # rounding up could give a number beyond the last token
     return torch.searchsorted(total_BV, below_B1, right=True)[:, 0]
 
 

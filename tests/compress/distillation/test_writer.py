@@ -51,8 +51,11 @@ def test_a_copy_writes_what_the_model_in_bfloat16_writes(mixtral: Path) -> None:
     assert written(copied) == written(narrow) and written(copied, 2) == written(narrow, 2)
 
 
-def test_the_copy_follows_the_training(mixtral: Path) -> None:
-    decoder = loaded(mixtral, torch.float32)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_copy_follows_the_training(family: str, tmp_path: Path) -> None:
+    """The kernels read the sinks of GPT-OSS from a copy of their own."""
+    save_reference(family, tmp_path)
+    decoder = loaded(tmp_path, torch.float32)
     writer = Writer(decoder, torch.bfloat16)
     before = written(writer, sampling=GREEDY)
     with torch.no_grad():

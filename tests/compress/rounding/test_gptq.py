@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import EVERY_MOE_FAMILY, others_slow, save_reference
+from safetensors.torch import load_file, save_file
 
 from compress.options.quantize import QuantiserOptions
 from compress.rounding import feedback_pass
 from compress.rounding.feedback_pass import round_layers
-from compress.rounding.gptq import DAMPING, inverse_factor, round_with_feedback, shrunk
+from compress.rounding.gptq import DAMPING, Feedback, shrunk
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
-from engine.errors import DataError
+from engine.errors import CheckpointError, DataError
 from engine.kernels.quantized_weight import quantise
 from engine.kernels.scheme import WHOLE_ROW, Scheme
 
@@ -48,7 +49,7 @@ def test_rounding_equals_a_naive_implementation_in_float64(scheme: Scheme, monke
     monkeypatch.setattr("compress.rounding.gptq.BLOCK", 24)
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     x = inputs_of(200, 64).double()
-    rounded = round_with_feedback(weight, x.T @ x, scheme)
+    rounded = Feedback(x.T @ x).round(weight, scheme)
     expected = naive(weight.numpy(), (x.T @ x).numpy(), rounded.scales_OC.numpy(), scheme.bits)
     assert torch.allclose(rounded.dequantised(torch.float64), torch.from_numpy(expected), atol=1e-6)
     assert (rounded.bits, rounded.group_size) == (scheme.bits, 64 if scheme.group_size == WHOLE_ROW else scheme.group_size)
@@ -56,18 +57,28 @@ def test_rounding_equals_a_naive_implementation_in_float64(scheme: Scheme, monke
 
 def test_parts_of_a_matrix_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(10, 32, generator=torch.Generator().manual_seed(1)), inputs_of(80, 32).double()
-    whole = round_with_feedback(weight, x.T @ x, Scheme(4, 32))
+    whole = Feedback(x.T @ x).round(weight, Scheme(4, 32))
     monkeypatch.setattr("compress.rounding.gptq.MOST_WEIGHTS", 96)
-    parts = round_with_feedback(weight, x.T @ x, Scheme(4, 32))
+    parts = Feedback(x.T @ x).round(weight, Scheme(4, 32))
     assert torch.equal(whole.packed_OB, parts.packed_OB) and torch.equal(whole.scales_OC, parts.scales_OC)
 
 
 def test_the_factor_by_hand() -> None:
-    """H = diag(4, 1) with damping 0.025: H⁻¹ is diagonal, and U has the roots of its entries."""
-    factor = inverse_factor(torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64)))
-    expected = torch.diag(torch.tensor([4.025, 1.025], dtype=torch.float64).rsqrt())
-    assert torch.allclose(factor, expected)
-    assert torch.equal(inverse_factor(torch.zeros(3, 3)), torch.eye(3))
+    """H = diag(1, 4) with damping 0.025: columns change places, and U has the roots of the entries of H⁻¹."""
+    feedback = Feedback(torch.diag(torch.tensor([1.0, 4.0])))
+    damped = torch.tensor([4.025, 1.025], dtype=torch.float64)
+    assert torch.allclose(feedback.factor_II, torch.diag(damped.rsqrt())) and feedback.order_I.tolist() == [1, 0]
+    assert torch.allclose(feedback.importance_I, damped.flip(0))
+
+
+@pytest.mark.parametrize("dead", [slice(0, 32), slice(0, 16)])
+def test_inputs_that_are_never_used_are_rounded_to_nearest(dead: slice) -> None:
+    """All inputs, as of an expert that no token chose, or those of one group."""
+    weight, x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)), inputs_of(80, 32)
+    x[:, dead] = 0.0
+    found, nearest = Feedback(x.T @ x).round(weight, Scheme(4, 16)), quantise(weight, 4, 16)
+    own, other = (each.dequantised(torch.float32)[:, dead] for each in (found, nearest))
+    assert torch.equal(own, other)
 
 
 def test_a_moment_of_few_tokens_leans_on_its_prior_by_hand() -> None:
@@ -79,7 +90,7 @@ def test_a_moment_of_few_tokens_leans_on_its_prior_by_hand() -> None:
 def test_the_output_error_is_smaller_than_that_of_rounding_to_nearest() -> None:
     weight, x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), inputs_of(400, 64)
     held_out = inputs_of(400, 64)[200:]
-    rounded = round_with_feedback(weight, (x[:200].T @ x[:200]), Scheme(4, 32)).dequantised(torch.float32)
+    rounded = Feedback(x[:200].T @ x[:200]).round(weight, Scheme(4, 32)).dequantised(torch.float32)
     nearest = quantise(weight, 4, 32).dequantised(torch.float32)
     error, other = (float((held_out @ (own - weight).T).square().sum()) for own in (rounded, nearest))
     assert error < 0.5 * other
@@ -119,7 +130,7 @@ def test_matrices_of_a_model_are_rounded_for_the_inputs_that_they_have(family: s
         decoder.hidden_states(tokens_SL)
         name = next(each for each in weights if each.startswith("model.layers.0") and "q_proj.weight" in each)
         x = seen["attention"].double()
-        expected = round_with_feedback(weights[name].detach(), x.T @ x, Scheme(4, 8))
+        expected = Feedback(x.T @ x).round(weights[name].detach(), Scheme(4, 8))
         own = found(name)
         assert own is not None and torch.equal(own.packed_OB, expected.packed_OB)
         x, expert = seen["block"], block.experts[1]
@@ -132,9 +143,19 @@ def test_matrices_of_a_model_are_rounded_for_the_inputs_that_they_have(family: s
         moment = shrunk((rows * w[:, None]).T @ (rows * w[:, None]) / typical, len(rows), mean)
         for weight in expert.projections[:2]:
             name = next(key for key, each in weights.items() if each is weight)
-            own, other = found(name), round_with_feedback(weight.detach(), moment, Scheme(4, 8))
+            own, other = found(name), Feedback(moment).round(weight.detach(), Scheme(4, 8))
             assert own is not None and torch.equal(own.scales_OC, other.scales_OC)
             assert float((own.packed_OB != other.packed_OB).double().mean()) < 0.02, "sums in float32 may round another way"
+
+
+def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_reference("mixtral", model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"] *= 1e30
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="are NaN or infinite; check"):
+        round_layers(Checkpoint(model), torch.zeros(2, 8, dtype=torch.long), tmp_path / "work", OPTIONS, dtype=torch.float32)
 
 
 def test_an_interrupted_pass_resumes_at_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
