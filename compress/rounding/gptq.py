@@ -33,7 +33,7 @@ MOST_WEIGHTS = 1 << 22
 
 
 class Feedback:
-    """What the matrices that read one input need for their rounding: the order of their columns, and U."""
+    """The order of columns and the factor U, for the matrices that read one input."""
 
     def __init__(self, moment_II: Tensor) -> None:
         """moment_II: Σ x xᵀ of the input, up to a factor. A moment without any input counts as the identity."""
