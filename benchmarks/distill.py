@@ -14,6 +14,7 @@ measured on sampled responses to held-out prompts, perplexity on the data's resp
 teacher other numbers of experts (the paper's figure 2). `--search-router-rate` looks for the rate of SAR's router at which
 SAR is above ALL: every rate with the first seed, the two best rates and ALL with every seed, ROUGE-L of greedy responses,
 differences by seed, and the drift of the routers. Each finished run is a line of results/NAME.jsonl and is not repeated.
+On a machine without that file, `--go-on` takes the runs of the stored result for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
-from results import BUILD, RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+from results import BUILD, RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, results, save
 from safetensors.torch import load_file, save_file
 
 import cli
@@ -117,6 +118,8 @@ class Benchmark:
         self.arguments = arguments
         self.lines = RESULTS / f"{arguments.name}.jsonl"
         self.done = remembered(self.lines)
+        if arguments.go_on and not self.done:
+            self.done = list(results()[arguments.name]["figures"]["lines"])
         steps = (arguments.text_steps, arguments.teacher_steps, arguments.student_steps)
         self.work = BUILD / "-".join(["distill-by-document", *map(str, steps)])
         self.work.mkdir(parents=True, exist_ok=True)
@@ -352,6 +355,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512, help="held-out prompts of ROUGE-L")
     parser.add_argument("--validation-prompts", type=int, default=256)
     parser.add_argument("--name", default="distill", choices=TABLES)
+    parser.add_argument(
+        "--go-on", action="store_true", help="keep the runs of the stored result, and run those that it lacks"
+    )
     arguments = parser.parse_args()
     if arguments.search_router_rate:
         arguments.recipes, arguments.router_learning_rate = ["all", "sar"], arguments.search_router_rate
