@@ -44,6 +44,8 @@ KEPT = ("response_perplexity_before", "response_perplexity_after", "time_share",
 DRIFT = ("router_divergence_per_layer", "router_drift_mean_per_layer", "router_drift_max_per_layer")
 FILES: dict[str, Split] = {"test": "held-out", "validation": "validation", "train": "training"}
 """Files of prompts, by the option that takes each, and the split of the documents that they are from."""
+STUDENT_RATE = 0.001
+"""Learning rate of the student, by default."""
 INSTRUCTION = "Write the signature of this function."
 
 
@@ -326,8 +328,18 @@ def search_table(figures: dict[str, Any]) -> str:
     return note + markdown(header, rows)
 
 
+def searched(figures: dict[str, Any]) -> dict[str, str]:
+    """Return by how many points `sar` with the router at the student's rate is above `all`, and with how many seeds."""
+    every = {line["seed"]: line["rouge_l"] for line in figures["lines"] if line["recipe"] == "all"}
+    own = {line["seed"]: line["rouge_l"] for line in figures["lines"] if line["router"] == STUDENT_RATE}
+    gains = [100 * (own[seed] - every[seed]) for seed in own]
+    error = statistics.stdev(gains) / len(gains) ** 0.5
+    above = sum(gain > 0 for gain in gains)
+    return {"gain": f"{statistics.mean(gains):.1f}", "error": f"{error:.1f}", "above": f"{above} of {len(gains)}"}
+
+
 TABLES = dict.fromkeys(("distill", "distill_k", "distill_ka"), table) | {"distill_sar": search_table}
-IN_TEXT = {"distill": quoted}
+IN_TEXT = {"distill": quoted, "distill_sar": searched}
 
 
 def numbers(kind: type) -> Any:
@@ -345,7 +357,7 @@ def main() -> None:
     parser.add_argument("--search-router-rate", type=numbers(float), default=[])
     parser.add_argument("--best", type=int, default=2, help="rates of the search that are run with every seed")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--learning-rate", type=float, default=0.001)
+    parser.add_argument("--learning-rate", type=float, default=STUDENT_RATE)
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--student-steps", type=int, default=100)
     parser.add_argument("--text-steps", type=int, default=300)
