@@ -307,14 +307,14 @@ def search_table(figures: dict[str, Any]) -> str:
     for name in dict.fromkeys(map(label, done)):
         own = [line for line in done if label(line) == name and line["seed"] in every]
         gains = [100 * (line["rouge_l"] - every[line["seed"]]["rouge_l"]) for line in own]
-        error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+        error = f" ± {statistics.stdev(gains) / len(gains) ** 0.5:.2f}" if len(gains) > 1 else ""
         compared = own[0]["recipe"] != "all"
         drifts = [line["router_drift_mean_per_layer"] for line in own if line["router_drift_mean_per_layer"]]
         rows.append(
             [
                 name,
                 mean_and_spread([100 * line["rouge_l"] for line in own]),
-                f"{statistics.mean(gains):+.2f} ± {error:.2f}" if compared else "–",
+                f"{statistics.mean(gains):+.2f}{error}" if compared else "–",
                 f"{sum(gain > 0 for gain in gains)} of {len(gains)}" if compared else "–",
                 *(f"{statistics.mean(drift[place] for drift in drifts):.2g}" if drifts else "–" for place in (0, -1)),
             ]
