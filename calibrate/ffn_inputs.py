@@ -7,7 +7,7 @@ Shape suffixes: L positions, T tokens of one batch, N experts, K top-k, R tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,19 @@ class Use(NamedTuple):
     """Weights of the outputs in the block's output, float32."""
     token_R: Tensor
     """Numbers of the tokens within the batch."""
+
+
+def groups_within(limit: int, sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the numbers of FFNs, in order, in groups whose sizes add up to at most `limit`; a larger one is alone."""
+    group: list[int] = []
+    held = 0
+    for number, size in enumerate(sizes):
+        if group and held + size > limit:
+            yield group
+            group, held = [], 0
+        group.append(number)
+        held += size
+    yield group
 
 
 class FfnInputs:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from calibrate.ffn_inputs import FfnInputs, Text
+from calibrate.ffn_inputs import FfnInputs, Text, groups_within
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
@@ -215,17 +215,9 @@ class _LayerCollector:
             yield from found
 
     def _groups(self) -> Iterator[list[int]]:
-        """Yield the FFNs whose moments are summed up together."""
-        group: list[int] = []
-        held = 0
-        for number, network in enumerate(self.inputs.networks):
-            size = expert_gram_bytes(network.width) if self.moments else 0
-            if group and held + size > GRAM_BYTES:
-                yield group
-                group, held = [], 0
-            group.append(number)
-            held += size
-        yield group
+        """Return the FFNs whose moments are summed up together, group by group."""
+        sizes = [expert_gram_bytes(network.width) if self.moments else 0 for network in self.inputs.networks]
+        return groups_within(GRAM_BYTES, sizes)
 
 
 def _write(directory: Path, layer: int, moments: bool, found: Iterable[_UnitSums]) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from calibrate.ffn_inputs import FfnInputs, Text
+from calibrate.ffn_inputs import FfnInputs, Text, groups_within
 from calibrate.product_inputs import check_inputs, watch_products
 from compress.options.quantize import HEAD, QuantiserOptions
 from compress.rounding.gptq import Feedback, shrunk
@@ -120,7 +121,7 @@ class _LayerRounding:
         """Round the layer's matrices and write their file."""
         tensors: dict[str, Tensor] = {}
         source = self._checkpoint.source(torch.float32)
-        for names, moment_II in (*self._of_attention(), *self._of_networks()):
+        for names, moment_II in chain(self._of_attention(), self._of_networks()):
             check_inputs(self._checkpoint, names[0], moment_II)
             feedback = Feedback(moment_II)
             for name in names:
@@ -142,8 +143,10 @@ class _LayerRounding:
             return
         self._inputs.stop()
         mean_DD = self._mean_moment(self._inputs)
-        for group in _groups(self._inputs.networks):
-            found = {number: _NetworkMoments(self._inputs.networks[number]) for number in group}
+        networks = self._inputs.networks
+        sizes = [8 * (network.width**2 + network.down_DF.shape[0] ** 2) for network in networks]
+        for group in groups_within(MOMENT_BYTES, sizes):
+            found = {number: _NetworkMoments(networks[number]) for number in group}
             for batch in self._inputs.batches():
                 for number, own in found.items():
                     x_RD, weight_R, _ = self._inputs.used(batch, number)
@@ -170,20 +173,6 @@ def second_moment(x_TI: Tensor) -> Tensor:
     """Return Σ x·xᵀ, [I, I] in float64 on the CPU; products are computed in float32 where the inputs are."""
     x_TI = x_TI.detach().float()
     return (x_TI.T @ x_TI).double().cpu()
-
-
-def _groups(networks: Sequence[Expert]) -> Iterator[list[int]]:
-    """Yield the numbers of networks whose moments are summed up together."""
-    group: list[int] = []
-    held = 0
-    for number, network in enumerate(networks):
-        size = 8 * (network.width**2 + network.down_DF.shape[0] ** 2)
-        if group and held + size > MOMENT_BYTES:
-            yield group
-            group, held = [], 0
-        group.append(number)
-        held += size
-    yield group
 
 
 class _Moments:
