@@ -14,6 +14,7 @@ VERBS = (
     "distill",
     "evaluate",
     "export",
+    "fit",
     "generate",
     "inspect",
     "merge",

@@ -25,6 +25,7 @@ from engine.options import like, option
 
 OTHER = "Other"
 GROUPS = (
+    "Target",
     "What to remove",
     "What to merge",
     "What to keep",

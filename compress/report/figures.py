@@ -136,6 +136,40 @@ class PruneFigures(ModelFigures):
     naee: NotRequired[SearchFigures]
 
 
+class FrontierPoint(TypedDict):
+    """One choice of `compress fit`. Divergences are from the model's predictions, in nats per token."""
+
+    bytes: int
+    """Size of the weight files; counted for choices that are not carried out."""
+    active_bytes: float
+    """Bytes of weights that a token reads, on average over the calibration text."""
+    predicted_kl: float
+    measured_kl: float | None
+    """None for a choice that was not carried out."""
+    measured_kl_of_removal: NotRequired[float]
+    """The part of removing hidden units, without rounding."""
+    tokens_per_second: NotRequired[float]
+    """Speed of decoding one sequence."""
+
+
+class FitFigures(ModelFigures):
+    """Figures of `compress fit`; with low-bit weights also RoundingFigures."""
+
+    granularity: str
+    refit: RefitFigures | None
+    target_bytes: int | None
+    target_active_bytes: int | None
+    active_bytes: float
+    weight_file_bytes: int
+    kl: float
+    """Measured divergence of the result."""
+    matrices_by_bits: dict[str, int]
+    """Number of matrices of each width."""
+    factors: dict[str, float]
+    """By how much the first choice's divergences were above the predicted ones."""
+    frontier: list[FrontierPoint]
+
+
 class SweepFigures(TypedDict):
     """Figures of `compress prune` with several methods or sparsities."""
 

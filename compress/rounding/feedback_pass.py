@@ -146,7 +146,7 @@ class _LayerRounding:
         networks = self._inputs.networks
         sizes = [8 * (network.width**2 + network.down_DF.shape[0] ** 2) for network in networks]
         for group in groups_within(MOMENT_BYTES, sizes):
-            found = {number: _NetworkMoments(networks[number]) for number in group}
+            found = {number: NetworkMoments(networks[number]) for number in group}
             for batch in self._inputs.batches():
                 for number, own in found.items():
                     x_RD, weight_R, _ = self._inputs.used(batch, number)
@@ -192,7 +192,7 @@ class _Moments:
             self.sums[keys] = self.sums[keys] + square_II if keys in self.sums else square_II
 
 
-class _NetworkMoments:
+class NetworkMoments:
     """Sums of one network: of its inputs and of its hidden units, weighted by w²."""
 
     def __init__(self, network: Expert) -> None:

@@ -1,0 +1,189 @@
+"""`compress fit`: the best model within a size: which hidden units and experts go, and how many bits the others get.
+
+1. A pass with gradients and one with moments score the hidden units (compress/methods/unit_obs.py), and one pass rounds
+   every expert to every width (compress/fitting/rounding_costs.py). The cost of rounding all other matrices is measured.
+2. The options are chosen by a knapsack (compress/fitting/choices.py).
+3. The choice is carried out, and its divergence from the model is measured without and with rounding. The ratios of measured
+   to predicted divergences correct the costs, and a second choice is made, carried out and measured.
+4. The choice with the smaller measured divergence is written.
+
+Candidates are measured on text that is neither calibrated on nor held out for the perplexities of the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, cast
+
+import psutil
+
+from calibrate.batches import training_text
+from compress.fitting.candidate import Candidate, Choice, choice_of
+from compress.fitting.costs import NO_FACTORS, Factors, Option
+from compress.fitting.measured import Measuring, corrected
+from compress.fitting.sizes import other_matrices
+from compress.fitting.statistics import FitRun, table_of, unit_costs
+from compress.methods.inputs import Prunable
+from compress.options.fit import PLAIN_BITS, FitOptions
+from compress.plans.selection import Budget
+from compress.plans.unit_selection import default_multiple
+from compress.report.figures import FitFigures
+from compress.run.claims import claims_output
+from compress.run.job import Made, Run, check_plain, check_weights, open_mixture, prepare
+from compress.run.result import carry_out, check_outputs, finished_before
+from compress.run.work_directory import WorkDirectory
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.decoder.kv_cache import position_bytes, state_bytes
+from engine.errors import OptionError
+from engine.families.tensor_names import ffn_parts
+from engine.kernels.scheme import Scheme
+from engine.progress import Progress, no_progress
+
+CHOICES = 2
+"""How many choices are carried out and measured: by the predicted costs, and by the corrected ones."""
+ENGINE_BYTES = 500_000_000
+"""Memory that the engine takes beside weights and KV cache, for --fit-to auto."""
+
+
+@claims_output
+def fit(options: FitOptions, progress: Progress = no_progress) -> FitFigures:
+    """Run the job; return the figures of the result, with the keys of `compress fit --json`."""
+    started = time.monotonic()
+    work = WorkDirectory(options.output)
+    if (figures := finished_before(options, work)) is not None:
+        return cast(FitFigures, figures)
+    check_outputs(options)
+    prepared = prepare_fitting(options)
+    check_weights(prepared.checkpoint, progress)
+    run = Run(options, prepared, work, progress, started)
+    return cast(FitFigures, carry_out(run, lambda: _make(run)))
+
+
+def prepare_fitting(options: FitOptions) -> Prunable:
+    """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
+    options.refit.check()
+    checkpoint = open_mixture(options.model)
+    check_plain(checkpoint)
+    multiple, least = _multiple(options, checkpoint), _least_experts(options, checkpoint)
+    prepared = prepare(options, checkpoint)
+    validation_VL = training_text(prepared.calibration, load_tokenizer(checkpoint), 1, options.validation_samples)[1]
+    # The sparsity is that of no result: the knapsack decides how many units go.
+    budget = Budget(sparsity=0.5, granularity="both", unit_multiple=multiple, min_experts=least)
+    return Prunable(
+        **vars(prepared), plan=None, budget=budget, training_SL=prepared.tokens_SL[:0], validation_VL=validation_VL
+    )
+
+
+def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
+    """Return the multiple of hidden units. Raises OptionError where groups do not fill an expert's rows."""
+    config = checkpoint.config
+
+    def fits(inputs: int) -> bool:
+        return all(Scheme(bits, options.group_size).fits(inputs) for bits in options.low_bits)
+
+    widths = config.ffn_widths()
+    whole = {config.hidden_size, *(width for own in widths.values() for width in own)}
+    if wrong := sorted(width for width in whole if not fits(width)):
+        raise OptionError(
+            f"groups of {options.group_size} do not fill rows of {wrong[0]} weights in whole words of 32 bits; take another "
+            "--group-size"
+        )
+    multiple = default_multiple(widths, fits) if options.unit_multiple is None else options.unit_multiple
+    if not fits(multiple):
+        raise OptionError(
+            f"unit-multiple is {multiple}, and rounded weights of {multiple} hidden units do not fill whole groups; take "
+            f"--unit-multiple {default_multiple(widths, fits)}"
+        )
+    return multiple
+
+
+def _least_experts(options: FitOptions, checkpoint: Checkpoint) -> int:
+    """Return the fewest experts that a layer keeps. Raises OptionError where the router takes more."""
+    config, needed = checkpoint.config, checkpoint.config.architecture.least_experts
+    if options.min_experts and options.min_experts < needed:
+        raise OptionError(
+            f"min-experts is {options.min_experts}; the router of the family {config.architecture.model_type} takes "
+            f"{needed} in each layer"
+        )
+    return options.min_experts or max(needed, config.experts_per_token)
+
+
+def _make(run: FitRun) -> Made:
+    """Make the best candidate, and return it with the figures of all."""
+    options, checkpoint = run.options, run.prepared.checkpoint
+    size, read = target_size(run), options.target_active
+    scores, table = unit_costs(run), table_of(run)
+    choosing = table.chosen(size, read)  # an impossible target ends the run here
+    measuring = Measuring(run, table)
+    points: list[dict[str, Any]] = []
+    candidates: list[Candidate] = []
+    factors, seen = NO_FACTORS, list[list[Option]]()
+    for number in range(CHOICES):
+        if choosing in seen:
+            break
+        seen.append(choosing)
+        choice = choice_of(table.items, choosing, scores, checkpoint.config)
+        point, candidate = measuring.measured(number, choice, choosing, factors)
+        points.append(point)
+        candidates.append(candidate)
+        factors = corrected(point, table.predicted(choosing), factors)
+        choosing = table.chosen(size, read, factors)
+    point, candidate = min(zip(points, candidates, strict=True), key=lambda pair: float(pair[0]["measured_kl"]))
+    figures = {
+        "granularity": "unit" if candidate.choice.removes else "expert",
+        "refit": candidate.refit.figures,
+        "target_bytes": size,
+        "target_active_bytes": read,
+        "active_bytes": point["active_bytes"],
+        "weight_file_bytes": point["bytes"],
+        "kl": point["measured_kl"],
+        "matrices_by_bits": _by_bits(candidate.choice, checkpoint),
+        "factors": _factors(factors),
+        "frontier": [*points, *measuring.predictions(factors)],
+    }
+    return Made(
+        *(candidate.choice.plan, options.method, candidate.refit.tensors, figures),
+        title=f"{options.model}, fitted to {_in_words(size, read)}",
+        quantiser=candidate.quantiser,
+    )
+
+
+def target_size(run: FitRun) -> int | None:
+    """Return the most bytes of the result's weights; None for no limit.
+
+    Raises OptionError where this machine's free memory does not hold the KV cache.
+    """
+    if run.options.fit_to is None:
+        return run.options.target_size
+    config, dtype = run.prepared.checkpoint.config, run.prepared.checkpoint.model_dtype
+    cache = config.max_positions * position_bytes(config, dtype) + state_bytes(config, dtype)
+    free = int(run.work.once("free-memory", lambda: psutil.virtual_memory().available))
+    if free - cache - ENGINE_BYTES <= 0:
+        raise OptionError(
+            f"{free / 1e9:.1f}GB of memory are free, and the KV cache of {config.max_positions} positions needs "
+            f"{cache / 1e9:.1f}GB; free some, or give --target-size"
+        )
+    return free - cache - ENGINE_BYTES
+
+
+def _by_bits(choice: Choice, checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the number of matrices of the result with each width."""
+    config = checkpoint.config
+    experts = sum(len(own) for own in choice.plan.layers.values()) * len(ffn_parts(config.architecture))
+    counts = Counter(choice.bits.values())
+    counts[PLAIN_BITS] = experts + len(other_matrices(config)) - len(choice.bits)
+    return {str(bits): count for bits, count in sorted(counts.items()) if count}
+
+
+def _factors(factors: Factors) -> dict[str, float]:
+    return dict(factors._asdict())
+
+
+def _in_words(size: int | None, read: int | None) -> str:
+    """Return the targets for a title."""
+    words = [] if size is None else [f"{size / 1e9:.3g} GB"]
+    if read is not None:
+        words.append(f"{read / 1e9:.3g} GB read for a token")
+    return " and ".join(words)

@@ -1,0 +1,121 @@
+"""A choice carried out: its plan, its bits by name, and the models on disk that it makes.
+
+The hidden units leave first, with the refit of the down projections (compress/refit). The matrices of that smaller model are
+then rounded for the inputs that they have in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from compress.fitting.costs import Item, Option
+from compress.fitting.sizes import PLAIN, other_matrices
+from compress.methods.inputs import MethodRun
+from compress.options.quantize import GPTQ
+from compress.plans.apply import apply
+from compress.plans.plan import Plan
+from compress.plans.unit_selection import units_plan
+from compress.refit.closed_form import Refitted, refitted
+from compress.rounding.feedback_pass import round_layers
+from compress.rounding.mixed import MixedWidths
+from compress.rounding.quantizer import Quantiser
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.families.config import DecoderConfig
+from engine.families.experts import DOWN
+from engine.families.tensor_names import expert_tensor, ffn_parts
+
+SMALLER, RESULT = "smaller", "result"
+"""Directories of a candidate's models in the work directory: before it is rounded, and after."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of every expert, and of the other matrices."""
+
+    plan: Plan
+    bits: dict[str, int]
+    """Bits of each matrix of the result that is rounded, by name."""
+
+    @property
+    def removes(self) -> bool:
+        """Whether hidden units or experts go."""
+        return any(not expert.is_copy for own in self.plan.layers.values() for expert in own) or self._lacks_experts
+
+    @property
+    def _lacks_experts(self) -> bool:
+        return any(expert.origin != number for own in self.plan.layers.values() for number, expert in enumerate(own))
+
+
+def choice_of(
+    items: Sequence[Item], options: Sequence[Option], scores: Mapping[int, Sequence[Tensor]], config: DecoderConfig
+) -> Choice:
+    """Return the choice that gives each item its option.
+
+    scores: by which hidden units stay, [F] for each expert, by layer.
+    """
+    kept: dict[int, list[list[int]]] = {layer: [[] for _ in own] for layer, own in scores.items()}
+    bits: dict[str, int] = {}
+    staying = dict.fromkeys(kept, 0)
+    for item, option in zip(items, options, strict=True):
+        if item.layer < 0:
+            bits |= dict.fromkeys(other_matrices(config), option.readers)
+        elif option.units:
+            order_F = scores[item.layer][item.number].argsort(descending=True, stable=True)
+            kept[item.layer][item.number] = sorted(order_F[: option.units].tolist())
+            place = staying[item.layer]  # the experts of the result are numbered anew
+            staying[item.layer] += 1
+            for part in ffn_parts(config.architecture):
+                name = expert_tensor(config.architecture, item.layer, place, part)
+                bits[name] = option.down if part == DOWN else option.readers
+    plan = units_plan(kept, config.ffn_widths(), config.common_widths)
+    return Choice(plan, {name: own for name, own in bits.items() if own != PLAIN})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with everything that `apply` needs."""
+
+    choice: Choice
+    refit: Refitted
+    quantiser: Quantiser | None
+
+
+def carried_out(run: MethodRun, choice: Choice, group_size: int) -> Candidate:
+    """Refit and round the result of a choice. Interrupted work is continued in the run's work directory."""
+    source, refit = run.prepared.checkpoint, refitted(run, choice.plan)
+    if not choice.bits:
+        return Candidate(choice, refit, None)
+    smaller = source
+    if choice.removes:
+        smaller = _written(Candidate(choice, refit, None), source, run.work.path / SMALLER)
+    widths = MixedWidths(choice.bits, group_size)
+    rounded = round_layers(
+        *(smaller, run.prepared.tokens_SL, run.work.path / "rounded", widths),
+        dtype=run.prepared.dtype,
+        device=run.options.device,
+        progress=run.bar("rounding (layers)"),
+    )
+    return Candidate(choice, refit, Quantiser(widths, None, rounded, GPTQ))
+
+
+def _written(candidate: Candidate, source: Checkpoint, directory: Path) -> Checkpoint:
+    """Write the result of a candidate without a card or figures, and open it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    apply(*(candidate.choice.plan, source, directory), replaced=candidate.refit.tensors, quantiser=candidate.quantiser)
+    return Checkpoint(directory)
+
+
+def written(candidate: Candidate, run: MethodRun) -> Checkpoint:
+    """Return the result of a candidate, written into the run's work directory."""
+    return _written(candidate, run.prepared.checkpoint, run.work.path / RESULT)
+
+
+def smaller_of(candidate: Candidate, run: MethodRun) -> Checkpoint | None:
+    """Return the model before it is rounded; None for a candidate that is not rounded, or that loses nothing."""
+    is_both = candidate.quantiser is not None and candidate.choice.removes
+    return Checkpoint(run.work.path / SMALLER) if is_both else None

@@ -1,0 +1,197 @@
+"""The table of `compress fit`: what every option of every item costs, and how large it is.
+
+An item is a routed expert or, the last one, all other matrices together (attention, dense feed-forward networks, shared
+experts). An option of an expert says how many of its hidden units stay, and the bits of its two parts. Its cost is the sum
+of
+
+- the costs of the hidden units that go, each when it was removed and all others made up for it (unit_obs.py);
+- the cost of rounding each part of the expert (rounding_costs.py).
+
+The cost of rounding the other matrices is measured (divergence.py). All costs are nats per token, and predict the KL
+divergence between the predictions of the model and of the result. Interactions are left out; `Factors` corrects for them after a
+first result was measured.
+
+Shape suffixes: I items, O options, F expert width, B widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.fitting.choices import Limit, choose
+from compress.fitting.rounding_costs import DOWN, PARTS, READERS
+from compress.fitting.sizes import PLAIN, Sizes, kept_levels
+
+MOST_LEVELS = 16
+"""Most numbers of hidden units that an expert may keep, beside none."""
+
+
+class Option(NamedTuple):
+    """One way of storing an item. For the other matrices, only `readers` counts."""
+
+    units: int
+    """Hidden units that stay; 0 for an expert that goes."""
+    readers: int = PLAIN
+    """Bits of the matrices that read the layer's input."""
+    down: int = PLAIN
+    """Bits of the down projection."""
+
+
+class Factors(NamedTuple):
+    """By how much measured divergences are above the predicted ones."""
+
+    removal: float = 1.0
+    rounding: float = 1.0
+
+
+NO_FACTORS = Factors()
+
+
+@dataclass(frozen=True)
+class Item:
+    """The options of one expert, or of the other matrices (layer −1), with their costs and sizes."""
+
+    layer: int
+    number: int
+    options: list[Option]
+    removal: list[float]
+    """Cost of the hidden units that go, by option."""
+    rounding: list[float]
+    """Cost of rounding, by option."""
+    bytes: list[int]
+    read: list[float]
+    """Bytes that a token reads, on average, by option."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """All items."""
+
+    items: list[Item]
+
+    def costs(self, factors: Factors = NO_FACTORS) -> Tensor:
+        """Return the cost of each option, [I, O] float64; infinity where an item has fewer options."""
+        rows = [
+            [
+                factors.removal * removal + factors.rounding * rounding
+                for removal, rounding in zip(item.removal, item.rounding, strict=True)
+            ]
+            for item in self.items
+        ]
+        return _padded(rows, torch.inf)
+
+    def chosen(self, size: float | None, read: float | None, factors: Factors = NO_FACTORS) -> list[Option]:
+        """Return the option of each item within the limits, in bytes. Raises OptionError for an impossible limit."""
+        limits = []
+        if size is not None:
+            limits.append(Limit(_padded([item.bytes for item in self.items], 0.0), size, "bytes"))
+        if read is not None:
+            limits.append(Limit(_padded([item.read for item in self.items], 0.0), read, "bytes read for a token"))
+        choice = choose(self.costs(factors), limits).tolist()
+        return [item.options[place] for item, place in zip(self.items, choice, strict=True)]
+
+    def predicted(self, options: Sequence[Option]) -> tuple[float, float]:
+        """Return the predicted divergence of removing hidden units, and that of rounding, without factors."""
+        places = [item.options.index(option) for item, option in zip(self.items, options, strict=True)]
+        pairs = [(item.removal[place], item.rounding[place]) for item, place in zip(self.items, places, strict=True)]
+        return sum(removal for removal, _ in pairs), sum(rounding for _, rounding in pairs)
+
+    def total_bytes(self, options: Sequence[Option]) -> int:
+        """Return the bytes of a choice."""
+        return sum(item.bytes[item.options.index(own)] for item, own in zip(self.items, options, strict=True))
+
+    def least_and_most(self) -> tuple[int, int]:
+        """Return the smallest and the largest total bytes of any choice."""
+        return sum(min(item.bytes) for item in self.items), sum(max(item.bytes) for item in self.items)
+
+    def read_bytes(self, options: Sequence[Option]) -> float:
+        """Return the bytes that a token reads of a choice, on average."""
+        return sum(item.read[item.options.index(own)] for item, own in zip(self.items, options, strict=True))
+
+
+def _padded(rows: Sequence[Sequence[float]], value: float) -> Tensor:
+    most = max(map(len, rows))
+    return torch.tensor([[*map(float, row), *[value] * (most - len(row))] for row in rows], dtype=torch.float64)
+
+
+def table(
+    sizes: Sizes,
+    widths: Sequence[int],
+    scores: Mapping[int, Sequence[Tensor]],
+    rounding: Mapping[int, Mapping[str, Tensor]],
+    shares: Mapping[int, Sequence[float]],
+    others: Mapping[int, float],
+    *,
+    multiple: int | None,
+    least_experts: int,
+    keeps_plain: bool,
+) -> Table:
+    """Return the table.
+
+    widths: the bits to choose from, below 16, in the order of `rounding`. scores: of hidden units, in nats per token, [F]
+    for each expert, by layer. rounding: costs [N, B] of each part, by layer. shares: how many of the tokens each expert gets.
+    others: measured cost of rounding the other matrices, by bits. multiple: of hidden units that stay; None where none may
+    go. least_experts: how many experts of a layer stay at least; those whose removal costs most cannot go. keeps_plain:
+    whether matrices may stay as they are.
+    """
+    plain, items = {PLAIN: 0.0} if keeps_plain else {}, []
+    for layer, own_scores in scores.items():
+        whole = torch.tensor([float(own.sum()) for own in own_scores])
+        staying = set(whole.argsort(descending=True, stable=True)[:least_experts].tolist())
+        for number, score_F in enumerate(own_scores):
+            costs = {part: plain | _by_bits(widths, rounding[layer][part][number]) for part in PARTS}
+            may_go = multiple is not None and number not in staying
+            items.append(_expert(sizes, layer, number, score_F, costs, shares[layer][number], multiple, may_go=may_go))
+    known = plain | dict(others)
+    items.append(
+        Item(
+            *(-1, 0, [Option(0, bits) for bits in known], [0.0] * len(known), [*known.values()]),
+            [sizes.others(bits) for bits in known],
+            [float(sizes.read_of_others(bits)) for bits in known],
+        )
+    )
+    return Table(items)
+
+
+def _by_bits(widths: Sequence[int], cost_B: Tensor) -> dict[int, float]:
+    return dict(zip(widths, cost_B.tolist(), strict=True))
+
+
+def _expert(
+    sizes: Sizes,
+    layer: int,
+    number: int,
+    score_F: Tensor,
+    rounding: Mapping[str, Mapping[int, float]],
+    share: float,
+    multiple: int | None,
+    *,
+    may_go: bool,
+) -> Item:
+    """Return the item of one expert. rounding: the cost of each part by bits."""
+    lost_F = torch.cat([torch.zeros(1, dtype=torch.float64), score_F.double().sort().values.cumsum(0)]).tolist()
+    options = [
+        Option(units, *bits)
+        for units in ([len(score_F)] if multiple is None else kept_levels(len(score_F), multiple, MOST_LEVELS))
+        for bits in product(rounding[READERS], rounding[DOWN])
+    ]
+    options += [Option(0)] * may_go
+    size = [sizes.expert(layer, number, *option) for option in options]
+    return Item(
+        *(layer, number, options),
+        [lost_F[len(score_F) - option.units] for option in options],
+        [_rounding_cost(option, rounding) for option in options],
+        size,
+        [share * each for each in size],
+    )
+
+
+def _rounding_cost(option: Option, rounding: Mapping[str, Mapping[int, float]]) -> float:
+    """Return the cost of rounding an expert that stays, and 0 for one that goes."""
+    return rounding[READERS][option.readers] + rounding[DOWN][option.down] if option.units else 0.0

@@ -1,0 +1,122 @@
+"""Bytes of the options of `compress fit`: of an expert with some of its hidden units and bits, and of the other weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.pack_quantized import layout_of
+from engine.families.config import DecoderConfig
+from engine.families.experts import DOWN
+from engine.families.tensor_names import expert_tensor, ffn_parts
+from engine.families.tensor_shapes import (
+    attention_weights,
+    expected_tensors,
+    expert_rows,
+    expert_shapes,
+    feed_forward_weights,
+)
+from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES
+from engine.kernels.scheme import Scheme
+
+PLAIN = 16
+"""The number of bits that stands for a matrix as it is stored."""
+START_BYTES = 128
+"""Bytes of the length, the metadata and the padding of a file's header, at most."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the tensors of a model's result, with their entries in the headers of safetensors files.
+
+    Entries are counted as long as they can be, so that a result is never larger.
+    """
+
+    checkpoint: Checkpoint
+    group_size: int
+
+    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Return the bytes of one tensor."""
+        offset = "9" * len(str(self.checkpoint.bytes))
+        entry = f'"{name}":{{"dtype":"BF16","shape":{list(shape)},"data_offsets":[{offset},{offset}]}},'
+        return math.prod(shape) * dtype.itemsize + len(entry)
+
+    def matrix(self, name: str, shape: tuple[int, ...], bits: int) -> int:
+        """Return the bytes of a matrix of so many bits."""
+        dtype = self._dtype(name)
+        if bits == PLAIN:
+            return self.tensor(name, dtype, shape)
+        parts = layout_of(name, shape, Scheme(bits, self.group_size), dtype)
+        return sum(self.tensor(part, *own) for part, own in parts.items())
+
+    def expert(self, layer: int, number: int, units: int, readers: int, down: int) -> int:
+        """Return the bytes of an expert with so many hidden units, and of its rows of the router; 0 without units.
+
+        readers, down: bits of the matrices that read the layer's input, and of the down projection.
+        """
+        config = self.checkpoint.config
+        if not units:
+            return 0
+        found = 0
+        for part, shape in expert_shapes(config, layer, number).items():
+            name = expert_tensor(config.architecture, layer, number, part)
+            if part not in ffn_parts(config.architecture):  # a bias, which is never rounded
+                found += self.matrix(name, (units if shape != (config.hidden_size,) else shape[0],), PLAIN)
+            elif part == DOWN:
+                found += self.matrix(name, (shape[0], units), down)
+            else:
+                found += self.matrix(name, (units, shape[1]), readers)
+        rows = expert_rows(config, layer)
+        return found + sum(math.prod(shape) * self._dtype(name).itemsize // shape[0] for name, shape in rows.items())
+
+    def others(self, bits: int) -> int:
+        """Return the bytes of everything outside of the routed experts and their rows, with matrices of so many bits."""
+        config, rounded = self.checkpoint.config, set(other_matrices(self.checkpoint.config))
+        experts = {
+            expert_tensor(config.architecture, layer, number, part)
+            for layer, count in config.experts_by_layer.items()
+            for number in range(count)
+            for part in expert_shapes(config, layer, number)
+        }
+        rows = {name for layer in config.moe_layers for name in expert_rows(config, layer)}
+        found = START_BYTES * (1 + self.checkpoint.bytes // DEFAULT_SHARD_BYTES)
+        for name, shape in expected_tensors(config).items():
+            if name in rows:  # the experts have the rows themselves
+                found += self.tensor(name, self._dtype(name), (0, *shape[1:]))
+            elif name not in experts:
+                found += self.matrix(name, shape, bits if name in rounded else PLAIN)
+        return found
+
+    def read_of_others(self, bits: int) -> int:
+        """Return the bytes of these that a token reads: all but the embedding, of which it reads one row."""
+        config = self.checkpoint.config
+        embedding = 0 if config.tied_embeddings else config.vocabulary_size * config.hidden_size
+        return self.others(bits) - embedding * self._dtype("model.embed_tokens.weight").itemsize
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.checkpoint.dtype(name) if name in self.checkpoint.shapes else self.checkpoint.model_dtype
+
+
+def other_matrices(config: DecoderConfig) -> list[str]:
+    """Return the names of the matrices outside of the routed experts that can be rounded: attention, dense FFNs, shared
+    experts.
+    """
+    experts = {
+        expert_tensor(config.architecture, layer, number, part)
+        for layer, count in config.experts_by_layer.items()
+        for number in range(count)
+        for part in ffn_parts(config.architecture)
+    }
+    names = [name for index in range(len(config.layers)) for name in attention_weights(config, index)]
+    names += [name for index in range(len(config.layers)) for name in feed_forward_weights(config, index)]
+    return [name for name in names if name not in experts]
+
+
+def kept_levels(width: int, multiple: int, most: int) -> list[int]:
+    """Return the numbers of hidden units that an expert may keep, descending: all, and multiples below, at most `most`."""
+    multiples = list(range((width - 1) // multiple * multiple, 0, -multiple))
+    step = -(-len(multiples) // max(most - 1, 1)) or 1
+    return [width, *multiples[step - 1 :: step]]

@@ -1,0 +1,104 @@
+"""The statistics of one run of `compress fit`, and the table of costs that they give."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from calibrate.unit_statistics import unit_sums
+from compress.fitting.costs import Table, table
+from compress.fitting.divergence import Reference
+from compress.fitting.rounding_costs import rounding_costs
+from compress.fitting.sizes import Sizes, other_matrices
+from compress.fitting.substitution import rounded_layers
+from compress.methods.inputs import MethodRun, Prunable
+from compress.methods.unit_criterion import unit_directory
+from compress.methods.unit_fisher import gradients_of
+from compress.methods.unit_obs import GRADIENT_SEQUENCES, obs_scores
+from compress.options.fit import PLAIN_BITS, FitOptions
+from compress.options.prune import PruneOptions
+from compress.run.job import Run
+from compress.run.work_directory import WorkDirectory
+from engine.kernels.scheme import Scheme
+
+FitRun = Run[FitOptions, Prunable]
+
+
+def pruning_run(run: FitRun, work: WorkDirectory) -> MethodRun:
+    """Return the run of `compress prune` whose statistics and refit are used, with this work directory."""
+    options = run.options
+    pruning = PruneOptions(
+        model=options.model,
+        output=options.output,
+        method="unit-obs",
+        budget=run.prepared.budget,
+        refit=options.refit,
+        calibration=options.calibration,
+        dtype=options.dtype,
+        device=options.device,
+    )
+    return Run(pruning, run.prepared, work, run.progress, run.started, run.memory_budget)
+
+
+def unit_costs(run: FitRun) -> dict[int, list[Tensor]]:
+    """Return the costs of the hidden units, in nats per token, [F] float64 for each expert, by layer."""
+    tokens = run.prepared.tokens_SL.numel()
+
+    def compute() -> dict[str, list[list[float]]]:
+        scored = obs_scores(pruning_run(run, run.work))
+        return {str(layer): [(own / tokens).tolist() for own in each] for layer, each in scored.items()}
+
+    known = run.work.once("unit-costs", compute)
+    return {int(layer): [torch.tensor(own, dtype=torch.float64) for own in each] for layer, each in known.items()}
+
+
+def table_of(run: FitRun) -> Table:
+    """Return the table of all options of the model."""
+    options, prepared, checkpoint = run.options, run.prepared, run.prepared.checkpoint
+    scores, pruning = unit_costs(run), pruning_run(run, run.work)
+    directory, output = unit_directory(pruning, moments=True), gradients_of(pruning, GRADIENT_SEQUENCES).output
+    tokens, seen = prepared.tokens_SL.numel(), prepared.tokens_SL[:GRADIENT_SEQUENCES].numel()
+    rounding = rounding_costs(
+        *(checkpoint, prepared.tokens_SL, {layer: output[layer] / seen for layer in scores}),
+        [Scheme(bits, options.group_size) for bits in options.low_bits],
+        run.work.path / "rounding-costs",
+        dtype=torch.float32,
+        device=options.device,
+        budget=run.memory_budget,
+        progress=run.bar("costs of rounding (layers)"),
+    )
+    others = run.work.once("other-matrices", lambda: _costs_of_others(run))
+    budget = prepared.budget
+    assert budget is not None and budget.unit_multiple is not None
+    return table(
+        *(Sizes(checkpoint, options.group_size), options.low_bits, scores, rounding),
+        {layer: (unit_sums(directory, layer).tokens / tokens).tolist() for layer in scores},
+        {int(bits): cost for bits, cost in cast(dict[str, float], others).items()},
+        multiple=budget.unit_multiple if options.remove_units else None,
+        least_experts=budget.min_experts,
+        keeps_plain=PLAIN_BITS in options.bits,
+    )
+
+
+def _costs_of_others(run: FitRun) -> dict[str, float]:
+    """Return the measured divergence that rounding the other matrices to nearest costs, by bits."""
+    checkpoint = run.prepared.checkpoint
+    names = other_matrices(checkpoint.config)
+    with reference(run) as own:
+        return {
+            str(bits): own.divergence(
+                checkpoint, rounded_layers(checkpoint.config, names, Scheme(bits, run.options.group_size))
+            )
+            for bits in run.options.low_bits
+        }
+
+
+def reference(run: FitRun) -> Reference:
+    """Return the model's predictions for the text on which candidates are measured."""
+    return Reference(
+        *(run.prepared.checkpoint, run.prepared.validation_VL, torch.float32, run.options.device),
+        budget=run.memory_budget,
+        progress=run.bar("measuring (layers)"),
+    )

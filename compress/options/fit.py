@@ -1,0 +1,90 @@
+"""Options of `compress fit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from calibrate.options import CalibrationOptions
+from compress.options.job import OUTPUT, JobOptions
+from compress.options.quantize import ROUND
+from compress.options.refit import RefitOptions
+from compress.plans.selection import REMOVE
+from engine.errors import OptionError
+from engine.kernels.scheme import BITS
+from engine.options import changed, declared, left_out, option, part, unlisted
+
+TARGET = "Target"
+PLAIN_BITS = 16
+"""The width that stands for a matrix as it is stored."""
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(JobOptions):
+    """One run of `compress fit`."""
+
+    output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-fit", help="Directory of the result."))
+    method: str = "fit"
+    target_size: int | None = option(
+        None, group=TARGET, is_size=True, unset="no limit", help="Most bytes of the result's weights, such as 14GB."
+    )
+    target_active: int | None = option(
+        None,
+        group=TARGET,
+        is_size=True,
+        unset="no limit",
+        help="Most bytes of weights that a token reads, on average over --data: what decides the speed of decoding.",
+    )
+    fit_to: str | None = option(
+        None,
+        group=TARGET,
+        choices=(AUTO,),
+        unset="--target-size",
+        help="auto: as large as this machine's free memory allows, beside the KV cache of one full context.",
+    )
+    bits: tuple[int, ...] = option(
+        (PLAIN_BITS, *BITS),
+        group=ROUND,
+        several="commas",
+        metavar="B",
+        unset=",".join(map(str, (PLAIN_BITS, *BITS))),
+        help=f"Widths to choose from; {PLAIN_BITS} leaves a matrix as it is.",
+    )
+    group_size: int = option(32, group=ROUND, minimum=1, help="Inputs of a matrix row that share a scale.")
+    remove_units: bool = option(
+        True, group=REMOVE, off="no-remove", help="Also remove hidden units of experts, and experts that lose all of them."
+    )
+    unit_multiple: int | None = option(
+        None,
+        group=REMOVE,
+        minimum=1,
+        metavar="N",
+        unset="a power of two up to 64",
+        help="Experts keep multiples of N hidden units.",
+    )
+    min_experts: int = option(0, group=REMOVE, unset="experts per token", help="Fewest experts that a layer keeps.")
+    validation_samples: int = option(
+        16, group=TARGET, minimum=1, help="Sequences on which candidates are measured: neither calibrated nor held out."
+    )
+    refit: RefitOptions = part(RefitOptions)
+    calibration: CalibrationOptions = part(CalibrationOptions, windows=left_out(), samples=changed(128))
+    statistics: Path | None = unlisted(JobOptions, "statistics")
+    memory_limit: int | None = unlisted(JobOptions, "memory_limit")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fit_to is not None and self.target_size is not None:
+            raise OptionError("--fit-to auto sets the size, and --target-size sets it too; give one of them")
+        if (self.target_size, self.target_active, self.fit_to) == (None, None, None):
+            raise OptionError("no target is given; give --target-size, --target-active or --fit-to auto")
+        known = (PLAIN_BITS, *BITS)
+        if wrong := [each for each in self.bits if each not in known]:
+            raise OptionError(f"bits has {wrong[0]}; a matrix can have {', '.join(map(str, sorted(known)))}")
+        if len(set(self.bits)) < len(self.bits):
+            raise OptionError("a width is named twice in --bits; name each once")
+
+    @property
+    def low_bits(self) -> tuple[int, ...]:
+        """Return the widths below 16, descending."""
+        return tuple(sorted((each for each in self.bits if each != PLAIN_BITS), reverse=True))

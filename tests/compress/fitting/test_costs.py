@@ -1,0 +1,240 @@
+"""The costs and sizes of `compress fit`, against naive implementations and files on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from artifacts_for_tests import make_workplace
+from conftest import EVERY_MOE_FAMILY, others_slow, save_reference
+
+from compress.fitting.candidate import choice_of
+from compress.fitting.costs import Factors, Item, Option, Table, table
+from compress.fitting.divergence import Reference
+from compress.fitting.measured import corrected, weight_file_bytes
+from compress.fitting.rounding_costs import DOWN, READERS, rounding_costs
+from compress.fitting.sizes import PLAIN, Sizes, kept_levels, other_matrices
+from compress.fitting.substitution import rounded_layers
+from compress.plans.apply import apply
+from compress.rounding.mixed import MixedWidths
+from compress.rounding.quantizer import Quantiser
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.model import Decoder
+from engine.kernels.quantized_weight import quantise
+from engine.kernels.scheme import BITS, Scheme
+
+TOKENS = torch.randint(3, 96, (6, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tmp_path_factory.mktemp("costs")
+    make_workplace(path)
+    return Checkpoint(path / "model")
+
+
+def decoder_of(checkpoint: Checkpoint) -> Decoder:
+    return Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
+
+
+def test_the_cost_of_rounding_equals_a_naive_implementation(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded to nearest, so that the reference needs no moments; the reference goes through the whole decoder."""
+
+    class Nearest:
+        def __init__(self, moment_II: torch.Tensor) -> None:
+            pass
+
+        def round(self, weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> object:
+            return quantise(weight, *scheme, dtype)
+
+    monkeypatch.setattr("compress.fitting.rounding_costs.Feedback", Nearest)
+    schemes, hidden = [Scheme(8, 16), Scheme(4, 16)], checkpoint.config.hidden_size
+    weights = {layer: torch.rand(hidden, dtype=torch.float64) for layer in checkpoint.config.moe_layers}
+    found = rounding_costs(checkpoint, TOKENS, weights, schemes, tmp_path / "costs", dtype=torch.float32)
+    decoder, seen = decoder_of(checkpoint), {}
+    for layer in checkpoint.config.moe_layers:
+        block = decoder.layers[layer].feed_forward
+        block.observer = lambda x, logits, selection, layer=layer: seen.update({layer: (x, selection)})
+    decoder(TOKENS)
+    for layer, (x_TD, selection) in seen.items():
+        for number, expert in enumerate(decoder.layers[layer].feed_forward.experts):
+            token_R, slot_R = (selection.experts == number).nonzero(as_tuple=True)
+            x_RD, w_R = x_TD[token_R], selection.weights[token_R, slot_R]
+            gate, up, down = (own.detach() for own in expert.projections)
+            h_RF = torch.nn.functional.silu(x_RD @ gate.T) * (x_RD @ up.T)
+            for place, scheme in enumerate(schemes):
+                own = [
+                    quantise(each, *scheme, checkpoint.model_dtype).dequantised(torch.float32) for each in (gate, up, down)
+                ]
+                changed_RF = torch.nn.functional.silu(x_RD @ own[0].T) * (x_RD @ own[1].T)
+                for part, off_RD in ((READERS, (changed_RF - h_RF) @ down.T), (DOWN, h_RF @ (own[2] - down).T)):
+                    expected = 0.5 * (weights[layer] * (w_R[:, None] * off_RD).double().square()).sum() / TOKENS.numel()
+                    assert float(found[layer][part][number, place]) == pytest.approx(float(expected), rel=1e-3, abs=1e-15)
+
+
+def test_an_interrupted_pass_gives_the_same_costs(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {
+        layer: torch.ones(checkpoint.config.hidden_size, dtype=torch.float64) for layer in checkpoint.config.moe_layers
+    }
+
+    def costs(directory: Path):
+        return rounding_costs(checkpoint, TOKENS, weights, [Scheme(4, 16)], directory, dtype=torch.float32)
+
+    whole, writes = costs(tmp_path / "whole"), []
+    from compress.fitting import rounding_costs as module
+
+    write = module._write
+
+    def stops(path: Path, *rest: object) -> None:
+        if writes:
+            raise KeyboardInterrupt
+        writes.append(path)
+        write(path, *rest)
+
+    monkeypatch.setattr(module, "_write", stops)
+    with pytest.raises(KeyboardInterrupt):
+        costs(tmp_path / "parts")
+    monkeypatch.setattr(module, "_write", lambda path, *rest: (writes.append(path), write(path, *rest)))
+    again = costs(tmp_path / "parts")
+    assert len(set(writes)) == len(writes) == len(weights)
+    assert all(torch.equal(whole[layer][part], again[layer][part]) for layer in whole for part in whole[layer])
+
+
+def test_divergence_equals_the_logits_of_whole_models(checkpoint: Checkpoint) -> None:
+    names, scheme = other_matrices(checkpoint.config), Scheme(4, 16)
+    with Reference(checkpoint, TOKENS, torch.float32) as reference:
+        assert reference.divergence(checkpoint) == pytest.approx(0.0, abs=1e-9)
+        found = reference.divergence(checkpoint, rounded_layers(checkpoint.config, names, scheme))
+    assert found > 0.0
+
+    def source(name: str) -> torch.Tensor:
+        tensor = checkpoint.tensor(name).float()
+        return quantise(tensor, *scheme, torch.float32).dequantised(torch.float32) if name in names else tensor
+
+    p, q = (own(TOKENS)[:, :-1].log_softmax(-1) for own in (decoder_of(checkpoint), Decoder(checkpoint.config, source)))
+    assert found == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+
+
+def scores_of(checkpoint: Checkpoint, seed: int = 0) -> dict[int, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    widths = checkpoint.config.ffn_widths()
+    return {
+        layer: [torch.rand(width, generator=generator, dtype=torch.float64) for width in own]
+        for layer, own in widths.items()
+    }
+
+
+def table_for(
+    checkpoint: Checkpoint, multiple: int | None = 16, least: int = 2
+) -> tuple[Table, dict[int, list[torch.Tensor]]]:
+    scores, bits = scores_of(checkpoint), tuple(sorted(BITS, reverse=True))
+    generator = torch.Generator().manual_seed(1)
+    rounding = {
+        layer: {part: torch.rand(len(own), len(bits), generator=generator).double().cumsum(1) for part in (READERS, DOWN)}
+        for layer, own in scores.items()
+    }
+    shares = {layer: [0.25] * len(own) for layer, own in scores.items()}
+    others = {each: 0.1 * place for place, each in enumerate(bits)}
+    made = table(
+        *(Sizes(checkpoint, 16), bits, scores, rounding, shares, others),
+        multiple=multiple,
+        least_experts=least,
+        keeps_plain=True,
+    )
+    return made, scores
+
+
+@pytest.mark.parametrize("share", [0.15, 0.3, 0.6, 0.95])
+def test_the_files_are_as_large_as_counted(checkpoint: Checkpoint, tmp_path: Path, share: float) -> None:
+    """The counted size is an upper bound, and near: headers are counted with their longest offsets."""
+    made, scores = table_for(checkpoint)
+    least, most = made.least_and_most()
+    options = made.chosen(least + share * (most - least), None)
+    choice = choice_of(made.items, options, scores, checkpoint.config)
+    quantiser = Quantiser(MixedWidths(choice.bits, 16)) if choice.bits else None
+    apply(choice.plan, checkpoint, tmp_path / "result", quantiser=quantiser)
+    size, counted = weight_file_bytes(tmp_path / "result"), made.total_bytes(options)
+    assert size <= counted <= least + share * (most - least)
+    tensors = sum(len(json.loads(_header(path))) for path in (tmp_path / "result").glob("*.safetensors"))
+    assert counted - size < 12 * tensors + 256
+
+
+def _header(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+@pytest.mark.parametrize("family", others_slow(EVERY_MOE_FAMILY, "mixtral", "qwen2_moe"))
+def test_sizes_of_every_family(family: str, tmp_path: Path) -> None:
+    """The whole model, as it is, has the counted size: all kinds of tensors are in the table."""
+    save_reference(family, tmp_path / "model")
+    checkpoint = Checkpoint(tmp_path / "model")
+    made, scores = table_for(checkpoint, multiple=None)
+    options = made.chosen(None, None, Factors())
+    assert all(option.readers == PLAIN for option in options)
+    plan = choice_of(made.items, options, scores, checkpoint.config).plan
+    apply(plan, checkpoint, tmp_path / "result")
+    assert weight_file_bytes(tmp_path / "result") <= made.total_bytes(options)
+
+
+def test_levels_by_hand() -> None:
+    assert kept_levels(64, 16, 16) == [64, 48, 32, 16]
+    assert kept_levels(70, 16, 16) == [70, 64, 48, 32, 16]
+    assert kept_levels(64, 8, 3) == [64, 32]  # 56 … 8 in steps of four multiples
+    assert kept_levels(16, 16, 16) == [16]
+
+
+def test_costs_of_an_expert_by_hand(checkpoint: Checkpoint) -> None:
+    """The cheapest units go first; rounding is added for experts that stay."""
+    made, scores = table_for(checkpoint)
+    item, score_F = made.items[0], scores[0][0]
+    width = len(score_F)
+    place = item.options.index(Option(width - 16, 8, 4))
+    assert item.removal[place] == pytest.approx(float(score_F.sort().values[:16].sum()))
+    whole = item.options.index(Option(width, 8, 4))
+    assert item.rounding[place] == item.rounding[whole] > 0 and item.removal[whole] == 0.0
+    assert item.read[place] == 0.25 * item.bytes[place]
+
+
+def test_the_experts_that_cost_most_cannot_go(checkpoint: Checkpoint) -> None:
+    made, scores = table_for(checkpoint, least=3)
+    for layer, own in scores.items():
+        totals = [float(each.sum()) for each in own]
+        staying = set(sorted(range(len(own)), key=lambda number: -totals[number])[:3])
+        for item in made.items:
+            if item.layer == layer:
+                assert (Option(0) not in item.options) == (item.number in staying)
+
+
+def test_factors_by_hand() -> None:
+    point = {"measured_kl": 0.3, "measured_kl_of_removal": 0.1}
+    assert corrected(point, (0.2, 0.1), Factors()) == Factors(0.5, pytest.approx(2.0))
+    assert corrected(point, (0.0, 0.1), Factors(7.0, 1.0)).removal == 7.0
+    assert corrected(point | {"measured_kl": 0.09}, (0.2, 0.1), Factors()).rounding == 0.05
+
+
+def test_a_choice_numbers_experts_anew(checkpoint: Checkpoint) -> None:
+    """Expert 0 of layer 0 goes, so that expert 1 is expert 0 of the result."""
+    made, scores = table_for(checkpoint, least=1)
+    options = [Option(0) if (item.layer, item.number) == (0, 0) else item.options[0] for item in made.items]
+    index = next(place for place, item in enumerate(made.items) if (item.layer, item.number) == (0, 1))
+    options[index] = Option(len(scores[0][1]), 8, 4)
+    choice = choice_of(made.items, options, scores, checkpoint.config)
+    assert choice.removes and choice.plan.layers[0][0].origin == 1
+    assert {name.split("experts.")[1]: bits for name, bits in choice.bits.items()} == {
+        "0.w1.weight": 8, "0.w3.weight": 8, "0.w2.weight": 4,
+    }  # fmt: skip
+
+
+def test_items_without_an_option_cost_infinity() -> None:
+    items = [
+        Item(0, 0, [Option(2), Option(1)], [0.0, 1.0], [0.0, 0.0], [2, 1], [2.0, 1.0]),
+        Item(-1, 0, [Option(0)], [0.0], [0.5], [3], [3.0]),
+    ]
+    assert Table(items).costs(Factors(2.0, 4.0)).tolist() == [[0.0, 2.0], [2.0, float("inf")]]

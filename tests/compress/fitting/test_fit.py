@@ -1,0 +1,118 @@
+"""`compress fit` on a tiny model: results within the target, the same bytes after an interruption, refusals in one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from artifacts_for_tests import CALIBRATION, listing, make_workplace, refused, run
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+import cli
+from compress import fit as module
+from compress.fitting import measured
+from compress.fitting.measured import weight_file_bytes
+from engine.checkpoint.artifact import read_provenance
+from engine.checkpoint.checkpoint import Checkpoint
+
+FIT = ["fit", "model", "--group-size", "16", "--validation-samples", "2", "--evaluation-samples", "2", *CALIBRATION]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fit")
+    make_workplace(path)
+    return path
+
+
+@pytest.fixture
+def place(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(originals, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measured, "decoding_speed", lambda directory, device: 1.0)  # starts a process each time
+    return tmp_path
+
+
+def weights_of(path: Path) -> dict[str, tuple[int, str]]:
+    return {
+        name: (0, digest) for name, (_, digest) in listing(path).items() if name.endswith((".safetensors", "config.json"))
+    }
+
+
+def whole_size(place: Path) -> int:
+    return weight_file_bytes(place / "model")
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_the_result_is_just_below_the_target(place: Path, share: float) -> None:
+    target = int(share * whole_size(place))
+    figures = run(*FIT, "--target-size", str(target), "-o", "out")
+    size = weight_file_bytes(place / "out")
+    assert size <= target and size == figures["weight_file_bytes"]
+    step = 2 * 16 * 32 * 3  # a multiple of units of one expert, and the longest headers
+    assert size > target - step - 0.02 * target
+    assert figures["target_bytes"] == target and figures["kl"] >= 0.0
+    assert figures["kl"] == min(point["measured_kl"] for point in figures["frontier"] if point["measured_kl"] is not None)
+    provenance = read_provenance(place / "out")
+    assert provenance is not None and provenance["method"] == "fit"
+    opened = Checkpoint(place / "out")
+    assert opened.config.experts_by_layer.keys() == Checkpoint(place / "model").config.experts_by_layer.keys()
+    assert (place / "out" / "README.md").is_file()
+    assert not list(place.glob(".out*"))
+
+
+def test_a_target_of_the_whole_model_changes_nothing(place: Path) -> None:
+    figures = run(*FIT, "--target-size", "1GB", "-o", "out")
+    assert figures["kl"] == pytest.approx(0.0, abs=1e-6) and figures["granularity"] == "expert"
+    own, other = (load_file(place / each / "model.safetensors") for each in ("out", "model"))
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+
+
+def test_bytes_that_a_token_reads_are_limited_too(place: Path) -> None:
+    free = run(*FIT, "--target-size", "1GB", "-o", "free")
+    figures = run(*FIT, "--target-active", str(int(0.6 * free["active_bytes"])), "-o", "out")
+    assert figures["active_bytes"] <= 0.6 * free["active_bytes"] and figures["target_bytes"] is None
+
+
+def test_no_units_go_and_no_bits_without_them(place: Path) -> None:
+    target = str(int(0.7 * whole_size(place)))
+    rounded = run(*FIT, "--target-size", target, "--no-remove", "-o", "rounded")
+    assert rounded["units_after"] == rounded["units_before"] and set(rounded["matrices_by_bits"]) - {"16"}
+    pruned = run(*FIT, "--target-size", target, "--bits", "16", "-o", "pruned")
+    assert pruned["units_after"] < pruned["units_before"] and set(pruned["matrices_by_bits"]) == {"16"}
+
+
+def test_an_interrupted_run_gives_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ["--target-size", str(int(0.4 * whole_size(place)))]
+    run(*FIT, *target, "-o", "whole")
+
+    def stop(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for owner, name in ((module, "table_of"), (measured, "written"), (module, "_by_bits")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, stop)
+            assert CliRunner().invoke(cli.main, [*FIT, *target, "-o", "parts", "--resume"]).exit_code == 130
+        assert not (place / "parts").exists() and (place / ".parts.work").is_dir()
+    run(*FIT, *target, "-o", "parts", "--resume")
+    assert weights_of(place / "parts") == weights_of(place / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        ([], ["no target is given", "--target-size"]),
+        (["--target-size", "5KB"], ["the target is 5,000 bytes", "the least that is possible is"]),
+        (["--target-size", "1MB", "--fit-to", "auto"], ["give one of them"]),
+        (["--target-size", "1MB", "--bits", "5"], ["bits has 5", "2, 3, 4, 8, 16"]),
+        (["--target-size", "1MB", "--bits", "4,4"], ["named twice"]),
+        (["--target-size", "1MB", "--group-size", "24"], ["do not fill rows", "--group-size"]),
+        (["--target-size", "1MB", "--unit-multiple", "8"], ["unit-multiple is 8", "--unit-multiple 16"]),
+    ],
+)
+def test_refusals(place: Path, options: list[str], fragments: list[str]) -> None:
+    refused(place, [*FIT, *options, "-o", "out"], *fragments)
