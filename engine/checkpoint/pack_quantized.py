@@ -1,10 +1,15 @@
 """Low-bit weights on disk in the "pack-quantized" format of compressed-tensors, which vLLM reads too.
 
 A weight X [O, D] is stored as three tensors. X_packed, int32 [O, W], holds each row's integers one after the other,
-beginning at the lowest bit of the row's first word; each integer is stored as its value + 2^(bits−1). X_scale [O, C]
-holds one scale for each group of a row. X_shape is int64 [2]. `quantization_config` in config.json gives the bits and
-the group size. Its targets and its ignore list are not evaluated: the tensors show which weights are packed, and each
-must match one of the config's groups.
+beginning at the lowest bit of the row's first word; each integer is stored as its value + 2^(bits−1). With 3 bits, integers
+cross the borders of words and 32 of them fill three words, as compressed-tensors packs them since its pull request 732 (June
+2026). Older versions put ten of them into a word and waste two bits; such tensors have other shapes and are refused.
+
+X_scale [O, C] holds one scale for each group of a row. X_shape is int64 [2]. `quantization_config` in config.json gives the
+bits and the group size, in one group of settings for each scheme of the model. A group's targets say for other programs
+which weights it is for, by regular expressions; a model may have 2, 3, 4 and 8 bits by expert and projection, and `ignore`
+lists what has kept its dtype. Here targets and the ignore list are not evaluated: the tensors show which weights are packed,
+and each must match one of the config's groups.
 
 Shape suffixes: O outputs, D inputs, W words of a row, C groups of a row.
 """
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 CONFIG_KEY = "quantization_config"
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 """Suffixes that the three tensors add to the weight's own name."""
+_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<projection>[^.]+)")
+"""Name of the module of one matrix of one expert."""
 _METHOD, _FORMAT = "compressed-tensors", "pack-quantized"
 _SCALE_TYPES = (BFLOAT16, FLOAT16, FLOAT32)
 _SHAPE_TYPES = (INT64, INT32)
@@ -87,10 +94,18 @@ def _honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> 
 
 
 def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Scheme] | None = None) -> dict[str, Any]:
-    """Return the `quantization_config` of a model whose linear layers all use `scheme`, except `ignored` and `others`."""
+    """Return the `quantization_config` of a model whose linear layers all use `scheme`, except `ignored` and `others`.
+
+    Each scheme of the others is a group of its own, which finds its weights by regular expressions. Programs that read such
+    files take the group with the class `Linear` for the rest.
+    """
+    by_scheme: dict[Scheme, list[str]] = {}
+    for name, own in (others or {}).items():
+        if own != scheme:
+            by_scheme.setdefault(own, []).append(name.removesuffix(".weight"))
     groups = {"group_0": _group(scheme, ["Linear"])}
-    for place, (name, own) in enumerate((others or {}).items(), start=1):
-        groups[f"group_{place}"] = _group(own, [f"re:.*{re.escape(name.removesuffix('.weight'))}$"])
+    for place, (own, names) in enumerate(by_scheme.items(), start=1):
+        groups[f"group_{place}"] = _group(own, [f"re:.*{pattern}$" for pattern in _patterns(names)])
     return {
         "quant_method": _METHOD,
         "format": _FORMAT,
@@ -99,6 +114,32 @@ def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Schem
         "ignore": [name.removesuffix(".weight") for name in ignored],
         "kv_cache_scheme": None,
     }
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Return regular expressions that match these names of modules and no other ones.
+
+    The experts of a layer that share projections are in one expression, so that it is not longer than their numbers.
+    """
+    alone: list[str] = []
+    projections: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        found = _OF_EXPERT.fullmatch(name)
+        if found is None:
+            alone.append(re.escape(name))
+        else:
+            projections.setdefault((found["experts"], found["number"]), []).append(found["projection"])
+    numbers: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (experts, number), own in projections.items():
+        numbers.setdefault((experts, tuple(sorted(own))), []).append(number)
+    return alone + [
+        rf"{re.escape(experts)}\.{_one_of(each)}\.{_one_of(map(re.escape, own))}" for (experts, own), each in numbers.items()
+    ]
+
+
+def _one_of(choices: Iterable[str]) -> str:
+    every = [*choices]
+    return every[0] if len(every) == 1 else f"({'|'.join(every)})"
 
 
 def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
@@ -164,6 +205,12 @@ class QuantizedView:
             raise CheckpointError(
                 f"tensors {', '.join(self.stored_names)} have shapes {list(packed.shape)}, {list(scales.shape)} and "
                 f"{list(stored_shape.shape)}, which match no group of {CONFIG_KEY} for a weight {list(shape)}"
+            )
+        if len({scheme.bits for scheme in fitting}) > 1:  # rows so short that several widths take as many words
+            bits = " and of ".join(str(scheme.bits) for scheme in fitting)
+            raise UnsupportedError(
+                f"tensor {self.stored_names[0]} may be of {bits} bits by the groups of {CONFIG_KEY}, whose targets are not "
+                "evaluated; quantize the original model with `compress quantize`"
             )
         self.scheme = fitting[0]
 

@@ -8,7 +8,6 @@ integers, and one of the vector's sum. The order of summation depends on the num
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from engine.kernels.block_types import BLOCK_KINDS, RUN, BlockKind, Group, every, joined, taken
-from engine.kernels.compiling import kernel
+from engine.kernels.compiling import add_kernel, kernel
 from engine.kernels.dot_products import MULTIPLY, PREPARE
 from engine.kernels.instructions import (
     FLOAT,
@@ -37,7 +36,8 @@ from engine.kernels.instructions import (
     narrowed,
     parts,
 )
-from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN, round_values
+from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
+from engine.kernels.rounded_vectors import ROUNDED, round_values
 
 _EIGHT, _EIGHT_INTS = ir.VectorType(FLOAT, 8), ir.VectorType(INT, 8)
 _AHEAD = 4096
@@ -284,37 +284,27 @@ def _product(kind: BlockKind, terms: Any) -> Any:
     return intrinsic(product)
 
 
-_WORK: Any = None
-"""The code of a kernel, which `_add_kernel` puts in this place."""
+WORK: Any = None
+"""The code of a kernel, which `add_kernel` puts in this place."""
 
 
 def _multiply(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
-    _WORK(weights, count, inputs, x, rows, results, stride)
+    WORK(weights, count, inputs, x, rows, results, stride)
 
 
 def _widen(weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs: Any, target: Any) -> None:
-    _WORK(weights, first, count, inputs, target)
-
-
-def _add_kernel(name: str, signature: str, template: Any, work: Any) -> None:
-    """Add a kernel with the code of `template`, in which `_WORK` is `work`.
-
-    Numba's cache knows a function by its name and its line, and cannot keep functions that are closures.
-    """
-    function = FunctionType(template.__code__, {"_WORK": work, "__name__": __name__}, name)
-    function.__qualname__ = name
-    kernel(signature)(function)
+    WORK(weights, first, count, inputs, target)
 
 
 @kernel(PREPARE)
 def prepare_blocks(values: Any, inputs: Any, target: Any) -> None:
     """Prepare a vector for weights in blocks, where it is rounded to 8 bits."""
-    round_values(values, inputs, False, np.float32(1.0), target)
+    round_values(values, inputs, 8, ROUNDED, np.float32(1.0), target)
 
 
 for _kind in BLOCK_KINDS.values():
-    _add_kernel(f"multiply_{_kind.key}", MULTIPLY, _multiply, _product(_kind, _RoundedTerms))
-    _add_kernel(f"multiply_exact_{_kind.key}", MULTIPLY, _multiply, _product(_kind, _ExactTerms))
-    _add_kernel(f"widen_{_kind.key}", WIDEN, _widen, _wide_rows(_kind))
+    add_kernel(f"multiply_{_kind.key}", MULTIPLY, _multiply, _product(_kind, _RoundedTerms))
+    add_kernel(f"multiply_exact_{_kind.key}", MULTIPLY, _multiply, _product(_kind, _ExactTerms))
+    add_kernel(f"widen_{_kind.key}", WIDEN, _widen, _wide_rows(_kind))

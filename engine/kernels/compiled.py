@@ -23,11 +23,12 @@ from engine.kernels.cache_directory import cache_directory
 from engine.kernels.compiling import KERNELS, Kernel, prepare
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.forms import BLOCKS, PLAIN, Form, form_address, form_kernels
-from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS, ROUNDED
+from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.panels import multiplies_many
 from engine.kernels.parallel import TABLE_ADDRESS, threads_used, use_threads
 from engine.kernels.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.products import PRODUCTS
+from engine.kernels.rounded_vectors import ROUNDED
 from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
 
 __all__ = [

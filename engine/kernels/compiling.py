@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -127,6 +128,16 @@ def kernel(
         return KERNELS[function.__name__]
 
     return made
+
+
+def add_kernel(name: str, signature: str, template: Callable[..., None], work: Any) -> None:
+    """Add a kernel with the code of `template`, in which the global `WORK` is `work`.
+
+    Numba's cache knows a function by its name and its line, and cannot keep functions that are closures.
+    """
+    function = FunctionType(template.__code__, {"WORK": work, "__name__": template.__module__}, name)
+    function.__qualname__ = name
+    kernel(signature)(function)
 
 
 def prepare(wanted: Iterable[Kernel], progress: Progress = no_progress) -> None:

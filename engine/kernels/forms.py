@@ -63,7 +63,8 @@ def _row(kind: int | str) -> _Row:
     if kind == 16:
         return _Row(16, 1, 2, 4 * VALUE_BYTES, "multiply_plain", "prepare_plain")
     if isinstance(kind, int):
-        return _Row(kind, 8 // kind, 1, _ROUNDED_BYTES, f"multiply_{kind}", f"prepare_{kind}", f"widen_{kind}")
+        numbers, size = (8, kind) if 8 % kind else (8 // kind, 1)
+        return _Row(kind, numbers, size, _ROUNDED_BYTES, f"multiply_{kind}", f"prepare_{kind}", f"widen_{kind}")
     vector, prepare, exact = (
         (_ROUNDED_BYTES, "prepare_blocks", "") if MULTIPLIES_INTEGERS else (16, "prepare_wide", "exact_")
     )

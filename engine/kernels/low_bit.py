@@ -1,24 +1,22 @@
-"""Matrices of 8 or 4 bits times a few vectors, and conversion of such matrices to bfloat16.
+"""Matrices of 8, 4, 3 or 2 bits times a few vectors, and conversion of such matrices to bfloat16.
 
-A weight is scale · (stored − 2^(bits−1)), with one bfloat16 scale for each group of 32 or 128 weights. Each 32 values of a
-vector are rounded to 8 bits and share a scale, so that processors with AVX512-VNNI multiply four pairs of integers in a lane
-at once. The stored values are multiplied as unsigned integers, and the offset times the vector's sums is subtracted at the
-end.
+A weight is scale · (stored − 2^(bits−1)), with one bfloat16 scale for each group of 32, 64 or 128 weights. Each 32 values of
+a vector are rounded to 8 bits and share a scale (rounded_vectors.py), so that processors with AVX512-VNNI multiply four
+pairs of integers in a lane at once. The stored values are multiplied as unsigned integers, and the offset times the vector's
+sums is subtracted at the end.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.arithmetic import widen
-from engine.kernels.compiling import BLOCK, JOB, inline, kernel
-from engine.kernels.dot_products import MULTIPLY, PREPARE
+from engine.kernels.compiling import BLOCK, JOB, add_kernel, kernel
+from engine.kernels.dot_products import MULTIPLY
 from engine.kernels.forms import form_at
 from engine.kernels.instructions import (
     AHEAD,
@@ -28,7 +26,6 @@ from engine.kernels.instructions import (
     INDEX,
     INT,
     LANES,
-    SHORT,
     add_product,
     add_quadruples,
     added_up,
@@ -43,20 +40,19 @@ from engine.kernels.instructions import (
     spread,
     widened,
 )
-from engine.kernels.memory import call, floats, halves, record_at, signed_bytes
+from engine.kernels.memory import call, record_at
 from engine.kernels.parallel import kernels_at
 from engine.kernels.processor import MULTIPLIES_INTEGERS
+from engine.kernels.rounded_vectors import CHUNK, ROUNDED, UNIT
+from engine.kernels.scheme import BITS
+from engine.kernels.unpacking import REGISTER, rest_of_row, rest_places, unit_of_row
 
-ROUNDED = 32
-"""Number of values of a vector that share a scale where vectors are rounded to 8 bits."""
-GROUP_SIZES = (32, 128)
+GROUP_SIZES = (32, 64, 128)
 """Group sizes, in weights that share a scale, that the kernels support."""
 MULTIPLE_OF_OUTPUTS = 4
 """The number of rows of a low-bit matrix, and of a matrix that is multiplied with many rows, is a multiple of this."""
 WIDENED_ROWS = 16
 """Number of matrix rows that are widened in one call."""
-_CHUNK = 512
-"""Number of weights in one step of a product. Their scales fill a vector register, or a quarter of one."""
 WIDENED = np.dtype([(name, np.int64) for name in ("kernels", "form", "values", "scales", "outputs", "inputs", "results")])
 """Arguments of the conversion of a whole low-bit matrix [O, I] to bfloat16."""
 widened_at = record_at(WIDENED)
@@ -65,57 +61,65 @@ WIDEN = "void(int64, int64, int64, int64, int64, int64, int64)"
 first row, rows, inputs, result)."""
 
 
-def _low_bit_tile(rows: int, bits: int) -> Any:
-    """Return a function of (address of weights, address of their scales, weights that share one, address of R prepared
-    vectors, I, address of the results, stride).
+def _tile(
+    builder: Any,
+    bits: int,
+    matrix: tuple[Any, Any],
+    scales: tuple[Any, Any, Any],
+    x: tuple[Any, int],
+    inputs: Any,
+    y: tuple[Any, Any],
+) -> None:
+    """Multiply 4 / R matrix rows of I weights, one after another, with R vectors.
 
-    The function multiplies 4 / R matrix rows of I weights, one after another, with R vectors. The product of matrix row w
-    and vector r goes to place `w + r · stride`.
+    matrix: address and bytes of a row. scales: address and bytes of a row's scales, and how many weights share one. x:
+    address of the prepared vectors, and R. y: address and stride of the results; the product of matrix row w and vector r
+    goes to place `w + r · stride`.
     """
+    rows, sums = x[1], []
+    vectors = [_Rounded(builder, x[0], inputs, r) for r in range(rows)]
+    for matrix_row in range(MULTIPLE_OF_OUTPUTS // rows):
+        row_weights, row_scales = (
+            builder.add(address, builder.mul(size, INDEX(matrix_row))) for address, size in (matrix, scales[:2])
+        )
+        sums += _MatrixRow(builder, row_weights, row_scales, scales[2], bits).products(vectors, inputs)
+    for place, total in enumerate(added_up(builder, sums)):
+        index = builder.add(builder.mul(y[1], INDEX(place % rows)), INDEX(place // rows))
+        builder.store(total, builder.inttoptr(at(builder, y[0], index, 4), FLOAT.as_pointer()))
 
-    def tile(context: Any, weights: Any, scales: Any, group: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
-        return types.void(*[types.int64] * 7), generate
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, scales, group, x_address, inputs, result_address, stride = arguments
-        vectors = [_Rounded(builder, x_address, inputs, r) for r in range(rows)]
-        # Divisions by a number that is unknown at compile time would take as long as a dozen products.
-        shift = builder.select(builder.icmp_signed("==", group, INDEX(ROUNDED)), INDEX(5), INDEX(7))
-        weight_bytes = parts(builder, inputs, 8, bits)
-        scale_bytes = builder.mul(builder.lshr(inputs, shift), INDEX(2))
-        sums = []
-        for matrix_row in range(MULTIPLE_OF_OUTPUTS // rows):
-            row_weights = builder.add(weights, builder.mul(weight_bytes, INDEX(matrix_row)))
-            row_scales = builder.add(scales, builder.mul(scale_bytes, INDEX(matrix_row)))
-            sums += _MatrixRow(builder, row_weights, row_scales, group, shift, bits).products(vectors, inputs)
-        for place, total in enumerate(added_up(builder, sums)):
-            index = builder.add(builder.mul(stride, INDEX(place % rows)), INDEX(place // rows))
-            builder.store(total, builder.inttoptr(at(builder, result_address, index, 4), FLOAT.as_pointer()))
-        return context.get_dummy_value()
-
-    return intrinsic(tile)
+def _vector_bytes(builder: Any, inputs: Any) -> Any:
+    """Return the bytes of a vector that `round_values` writes."""
+    return builder.add(inputs, builder.lshr(inputs, INDEX(2)))
 
 
 class _MatrixRow:
     """One row of a low-bit matrix, as a tile multiplies it."""
 
-    def __init__(self, builder: Any, weights: Any, scales: Any, group: Any, shift: Any, bits: int) -> None:
-        """shift: the base-2 logarithm of `group`, the number of weights that share a scale."""
+    def __init__(self, builder: Any, weights: Any, scales: Any, group: Any, bits: int) -> None:
         self._builder, self._weights, self._scales = builder, weights, scales
-        self._group, self._shift, self._bits = group, shift, bits
+        self._group, self._bits = group, bits
+        # Divisions by a number that is unknown at compile time would take as long as a dozen products.
+        self._shift = INDEX(5)
+        for size in GROUP_SIZES[1:]:
+            is_it = builder.icmp_signed("==", group, INDEX(size))
+            self._shift = builder.select(is_it, INDEX(size.bit_length() - 1), self._shift)
+        self._lanes = 4 if bits == 4 else 8
+        """Sums of four products each in 32 weights."""
 
     def products(self, vectors: list[_Rounded], inputs: Any) -> list[Any]:
         """Return for each vector a register of 16 partial sums, which add up to the product."""
-        builder, bits, rows = self._builder, self._bits, len(vectors)
-        whole = builder.and_(inputs, INDEX(-_CHUNK))
+        builder, few, rows = self._builder, self._lanes, len(vectors)
+        chunks, units = (builder.and_(inputs, INDEX(-size)) for size in (CHUNK, UNIT[self._bits]))
         zero, nothing = ir.Constant(FLOATS, [0.0] * LANES), ir.Constant(FLOAT, 0.0)
-        few_zeros = ir.Constant(ir.VectorType(FLOAT, bits), [0.0] * bits)
+        few_zeros = ir.Constant(ir.VectorType(FLOAT, few), [0.0] * few)
         long = loop(
-            builder, INDEX(0), whole, _CHUNK, [zero] * (3 * rows), lambda index, sums: self._chunk(vectors, index, sums)
+            builder, INDEX(0), chunks, CHUNK, [zero] * (3 * rows), lambda index, sums: self._chunk(vectors, index, sums)
         )
+        long = loop(builder, chunks, units, UNIT[self._bits], long, lambda index, sums: self._unit(vectors, index, sums))
         short = loop(
             builder,
-            whole,
+            units,
             inputs,
             ROUNDED,
             [few_zeros, nothing] * rows,
@@ -124,7 +128,7 @@ class _MatrixRow:
         made = []
         for r in range(rows):
             sum_of_16 = builder.fsub(builder.fadd(long[3 * r], long[3 * r + 1]), long[3 * r + 2])
-            lanes = [*range(bits), *[bits] * (LANES - bits)]
+            lanes = [*range(few), *[few] * (LANES - few)]
             filled = builder.shuffle_vector(short[2 * r], few_zeros, ir.Constant(ir.VectorType(INT, LANES), lanes))
             taken_off = builder.insert_element(zero, short[2 * r + 1], INT(0))
             made.append(builder.fadd(sum_of_16, builder.fsub(filled, taken_off)))
@@ -133,48 +137,84 @@ class _MatrixRow:
     def _chunk(self, vectors: list[_Rounded], index: Any, sums: list[Any]) -> list[Any]:
         """Take 512 weights. Each vector has three sums: two of products, and one of the offset to be subtracted."""
         builder, bits = self._builder, self._bits
-        unit = 64 * 8 // bits  # weights in the 64 bytes of a register
-        scales_of_16 = self._scales_of_chunk(at(builder, self._scales, builder.lshr(index, self._shift), 2))
+        unit = UNIT[bits]
+        scales_of_16 = self._scales_from(index, LANES)
         own = [builder.fmul(scales_of_16, vector.scales(index, LANES)) for vector in vectors]
         sums = list(sums)
         for r, vector in enumerate(vectors):
             sums[3 * r + 2] = add_product(builder, sums[3 * r + 2], scales_of_16, vector.offsets(index, LANES))
         start = builder.add(self._weights, parts(builder, index, 8, bits))
-        for step in range(_CHUNK // unit):
-            stored = _stored(builder, at(builder, start, INDEX(64 * step), 1), bits, 64)
-            fetch(builder, at(builder, start, INDEX(64 * step + AHEAD[bits]), 1))
+        fetched = 0
+        for step in range(CHUNK // unit):
+            stored = unit_of_row(builder, at(builder, start, INDEX(step * unit * bits // 8), 1), bits)
+            while fetched <= step * unit * bits // 8:  # each line of memory once
+                fetch(builder, at(builder, start, INDEX(fetched + AHEAD[bits]), 1))
+                fetched += REGISTER
             first = step * unit // ROUNDED
             for r, vector in enumerate(vectors):
-                dots = vector.dots(builder.add(index, INDEX(step * unit)), stored, 64)
+                dots = vector.dots(builder.add(index, INDEX(step * unit)), stored)
                 each = spread(builder, own[r], first, LANES * ROUNDED // unit, LANES)
                 sums[3 * r + step % 2] = add_product(builder, sums[3 * r + step % 2], dots, each)
+        return sums
+
+    def _unit(self, vectors: list[_Rounded], index: Any, sums: list[Any]) -> list[Any]:
+        """Take as many weights as are unpacked together. The sums are those of `_chunk`."""
+        builder, bits = self._builder, self._bits
+        count = UNIT[bits] // ROUNDED
+        scales, sums = self._scales_from(index, count), list(sums)
+        stored = unit_of_row(builder, builder.add(self._weights, parts(builder, index, 8, bits)), bits)
+        zeros, lanes = ir.Constant(scales.type, [0.0] * count), [*range(count), *[count] * (LANES - count)]
+        for r, vector in enumerate(vectors):
+            own = builder.fmul(scales, vector.scales(index, count))
+            each = spread(builder, own, 0, LANES // count, LANES)
+            sums[3 * r] = add_product(builder, sums[3 * r], vector.dots(index, stored), each)
+            taken_off = builder.fmul(scales, vector.offsets(index, count))
+            filled = builder.shuffle_vector(taken_off, zeros, ir.Constant(ir.VectorType(INT, LANES), lanes))
+            sums[3 * r + 2] = builder.fadd(sums[3 * r + 2], filled)
         return sums
 
     def _rest(self, vectors: list[_Rounded], index: Any, sums: list[Any]) -> list[Any]:
         """Take 32 weights. Each vector has a short sum of products, and one offset to be subtracted."""
         builder, bits = self._builder, self._bits
-        scale = widened(builder, at(builder, self._scales, builder.lshr(index, self._shift), 2), 1)
-        stored = _stored(builder, builder.add(self._weights, parts(builder, index, 8, bits)), bits, 4 * bits)
+        scale = self._scale_at(index, 1)
+        stored = rest_of_row(builder, builder.add(self._weights, parts(builder, index, 8, bits)), bits)
         made = []
         for r, vector in enumerate(vectors):
-            own = repeated(builder, builder.fmul(scale, vector.scales(index, 1)), bits)
-            made.append(add_product(builder, sums[2 * r], vector.dots(index, stored, 4 * bits), own))
+            own = repeated(builder, builder.fmul(scale, vector.scales(index, 1)), self._lanes)
+            made.append(add_product(builder, sums[2 * r], vector.dots(index, stored), own))
             made.append(add_product(builder, sums[2 * r + 1], scale, vector.offsets(index, 1)))
         return made
 
-    def _scales_of_chunk(self, address: Any) -> Any:
-        """Return the scale of each 32 of 512 weights."""
+    def _scales_from(self, index: Any, count: int) -> Any:
+        """Return the scale of each 32 of 32 · `count` weights."""
         builder = self._builder
-        with builder.if_else(builder.icmp_signed("==", self._group, INDEX(ROUNDED))) as (one_each, shared):
-            with one_each:
-                own, after_own = widened(builder, address, LANES), builder.block
-            with shared:
-                of_four = spread(builder, widened(builder, address, 4), 0, 4, LANES)
-                after_shared = builder.block
-        scales = builder.phi(FLOATS)
-        scales.add_incoming(own, after_own)
-        scales.add_incoming(of_four, after_shared)
+        before, after = builder.block, builder.append_basic_block("scales")
+        builder.position_at_end(after)
+        scales = builder.phi(ir.VectorType(FLOAT, count))
+        builder.position_at_end(before)
+        for place, size in enumerate(GROUP_SIZES):
+            if place + 1 < len(GROUP_SIZES):
+                own, further = (builder.append_basic_block(name) for name in ("own", "further"))
+                builder.cbranch(builder.icmp_signed("==", self._group, INDEX(size)), own, further)
+                builder.position_at_end(own)
+            each = min(size // ROUNDED, count)
+            read = self._scale_at(index, count // each)
+            repeats = read if each == 1 else self._repeated(read, each, count)
+            scales.add_incoming(repeats, builder.block)
+            builder.branch(after)
+            if place + 1 < len(GROUP_SIZES):
+                builder.position_at_end(further)
+        builder.position_at_end(after)
         return scales
+
+    def _scale_at(self, index: Any, count: int) -> Any:
+        """Return `count` scales, beginning with that of the weight numbered `index`."""
+        builder = self._builder
+        return widened(builder, at(builder, self._scales, builder.lshr(index, self._shift), 2), count)
+
+    def _repeated(self, scales: Any, each: int, count: int) -> Any:
+        one = scales.type == FLOAT
+        return repeated(self._builder, scales, count) if one else spread(self._builder, scales, 0, each, count)
 
 
 class _Rounded:
@@ -182,8 +222,7 @@ class _Rounded:
 
     def __init__(self, builder: Any, address: Any, inputs: Any, place: int) -> None:
         self._builder = builder
-        own = builder.add(inputs, builder.lshr(inputs, INDEX(2)))
-        self._values = builder.add(address, builder.mul(own, INDEX(place)))
+        self._values = builder.add(address, builder.mul(_vector_bytes(builder, inputs), INDEX(place)))
         self._scales = builder.add(self._values, inputs)
         self._offsets = builder.add(self._scales, builder.lshr(inputs, INDEX(3)))
 
@@ -197,9 +236,10 @@ class _Rounded:
         place = at(self._builder, address, parts(self._builder, index, ROUNDED), 4)
         return load(self._builder, place, many(FLOAT, size))
 
-    def dots(self, index: Any, stored: list[Any], size: int) -> Any:
-        """Return sums of four products each, as floats. stored: registers of `size` bytes, contiguous in memory."""
-        builder, lanes = self._builder, ir.VectorType(INT, size // 4)
+    def dots(self, index: Any, stored: list[Any]) -> Any:
+        """Return sums of four products each, as floats. stored: registers of weights; their values begin at `index`."""
+        builder, size = self._builder, stored[0].type.count
+        lanes = ir.VectorType(INT, size // 4)
         total = ir.Constant(lanes, [0] * (size // 4))
         for place, weights in enumerate(stored):
             address = at(builder, self._values, builder.add(index, INDEX(place * size)), 1)
@@ -223,163 +263,129 @@ class _Rounded:
 
 
 def _wide_group(bits: int) -> Any:
-    """Return a function of (address of 32 weights, their scale, address of 32 bfloat16 values) that dequantizes them."""
+    """Return a function of (builder, address of 32 weights, their scale, address of 32 bfloat16 values) that dequantizes
+    them."""
 
-    def wide(context: Any, weights: Any, scale: Any, results: Any) -> Any:
-        return types.void(types.int64, types.float32, types.int64), generate
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, scale, target = arguments
-        # The loop takes 16 values at a time, because LLVM splits wider vectors of integers.
-        size = ROUNDED // 2
-        both = [address] if bits == 4 else [address, builder.add(address, INDEX(size))]
-        stored = [part for half in both for part in _stored(builder, half, bits, size)]
+    def emit(builder: Any, address: Any, scale: Any, target: Any) -> None:
+        # Registers hold 16 values at a time, because LLVM splits wider vectors of integers.
+        size = LANES
         numbers = ir.VectorType(INT, size)
 
         def each(value: int) -> Any:
             return ir.Constant(numbers, [value] * size)
 
         made = []
-        for values in stored:
-            signed = builder.sub(builder.zext(values, numbers), each(1 << (bits - 1)))
-            wide = builder.sitofp(signed, ir.VectorType(FLOAT, size))
-            made.append(narrowed(builder, builder.fmul(wide, repeated(builder, scale, size))))
-        in_turns = [place // 2 + place % 2 * size for place in range(ROUNDED)]
-        order = ir.Constant(ir.VectorType(INT, ROUNDED), in_turns if bits == 4 else [*range(ROUNDED)])
-        short = builder.shuffle_vector(*made, order)
+        for register in rest_of_row(builder, address, bits):
+            for first in range(0, register.type.count, size):
+                lanes = ir.Constant(numbers, [*range(first, first + size)])
+                values = builder.zext(builder.shuffle_vector(register, register, lanes), numbers)
+                wide = builder.sitofp(builder.sub(values, each(1 << (bits - 1))), FLOATS)
+                made.append(narrowed(builder, builder.fmul(wide, repeated(builder, scale, size))))
+        short = builder.shuffle_vector(*made, ir.Constant(ir.VectorType(INT, ROUNDED), rest_places(bits)))
         builder.store(short, builder.inttoptr(target, short.type.as_pointer()), align=2)
+
+    return emit
+
+
+def _wide_rows(bits: int) -> Any:
+    """Return a function like the kernels of `WIDEN`. The group size is a multiple of 32."""
+    emit = _wide_group(bits)
+
+    def wide(context: Any, weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs: Any, target: Any) -> Any:
+        return types.void(*[types.int64] * 7), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights, scales, group, first, count, inputs, target = arguments
+        groups, row_bytes = builder.udiv(inputs, group), parts(builder, inputs, 8, bits)
+
+        def row(place: Any, _: list[Any]) -> list[Any]:
+            own = builder.add(first, place)
+            row_weights = builder.add(weights, builder.mul(own, row_bytes))
+            row_scales = at(builder, scales, builder.mul(own, groups), 2)
+            row_target = at(builder, target, builder.mul(place, inputs), 2)
+
+            def one_scale(index: Any, _: list[Any]) -> list[Any]:
+                scale, begin = widened(builder, at(builder, row_scales, index, 2), 1), builder.mul(index, group)
+
+                def thirty_two(within: Any, _: list[Any]) -> list[Any]:
+                    weight = builder.add(begin, within)
+                    address = builder.add(row_weights, parts(builder, weight, 8, bits))
+                    emit(builder, address, scale, at(builder, row_target, weight, 2))
+                    return []
+
+                return loop(builder, INDEX(0), group, ROUNDED, [], thirty_two)
+
+            return loop(builder, INDEX(0), groups, 1, [], one_scale)
+
+        loop(builder, INDEX(0), count, 1, [], row)
         return context.get_dummy_value()
 
     return intrinsic(wide)
 
 
-def _stored(builder: Any, address: Any, bits: int, size: int) -> list[Any]:
-    """Return `size` bytes of weights as registers of bytes. With 4 bits the first of each two weights precede the second."""
-    kind = ir.VectorType(BYTE, size)
-    loaded = load(builder, address, kind)
-    if bits == 8:
-        return [loaded]
-    low, pairs = ir.Constant(kind, [15] * size), ir.VectorType(SHORT, size // 2)
-    upper = builder.lshr(builder.bitcast(loaded, pairs), ir.Constant(pairs, [4] * (size // 2)))
-    return [builder.and_(loaded, low), builder.and_(builder.bitcast(upper, kind), low)]
+def _products(bits: int) -> Any:
+    """Return a function like the kernels of `MULTIPLY`. Four vectors are multiplied at once, then two."""
+
+    def product(
+        context: Any,
+        weights: Any,
+        scales: Any,
+        group: Any,
+        count: Any,
+        inputs: Any,
+        x: Any,
+        rows: Any,
+        results: Any,
+        stride: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 9), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights, scales, group, count, inputs, x, rows, results, stride = arguments
+        row_bytes, vector = parts(builder, inputs, 8, bits), _vector_bytes(builder, inputs)
+        scale_bytes = builder.mul(builder.udiv(inputs, group), INDEX(2))
+
+        def taking(vectors: int) -> Any:
+            def every_place(row: Any, _: list[Any]) -> list[Any]:
+                own = builder.add(x, builder.mul(row, vector))
+
+                def tile(place: Any, _: list[Any]) -> list[Any]:
+                    w = builder.add(weights, builder.mul(place, row_bytes))
+                    s = builder.add(scales, builder.mul(place, scale_bytes))
+                    y = at(builder, results, builder.add(builder.mul(row, stride), place), 4)
+                    _tile(builder, bits, (w, row_bytes), (s, scale_bytes, group), (own, vectors), inputs, (y, stride))
+                    return []
+
+                return loop(builder, INDEX(0), count, MULTIPLE_OF_OUTPUTS // vectors, [], tile)
+
+            return every_place
+
+        fours, twos = (builder.and_(rows, INDEX(-vectors)) for vectors in (4, 2))
+        loop(builder, INDEX(0), fours, 4, [], taking(4))
+        loop(builder, fours, twos, 2, [], taking(2))
+        loop(builder, twos, rows, 1, [], taking(1))
+        return context.get_dummy_value()
+
+    return intrinsic(product)
 
 
-_ONE_OF_8, _TWO_OF_8, _FOUR_OF_8 = (_low_bit_tile(rows, 8) for rows in (1, 2, 4))
-_ONE_OF_4, _TWO_OF_4, _FOUR_OF_4 = (_low_bit_tile(rows, 4) for rows in (1, 2, 4))
-_WIDE_OF_8, _WIDE_OF_4 = _wide_group(8), _wide_group(4)
+WORK: Any = None
+"""The code of a kernel, which `add_kernel` puts in this place."""
 
 
-@kernel(MULTIPLY)
-def multiply_8(
+def _multiply(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
-    """Multiply 8-bit matrix rows with vectors that `prepare_8` made."""
-    row = 0
-    while row < rows:
-        vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
-        own = x + row * (inputs + inputs // 4)
-        for place in range(0, count, MULTIPLE_OF_OUTPUTS // vectors):
-            w, s = weights + place * inputs, scales + place * (inputs // group) * 2
-            y = results + 4 * (row * stride + place)
-            if vectors == 4:
-                _FOUR_OF_8(w, s, group, own, inputs, y, stride)
-            elif vectors == 2:
-                _TWO_OF_8(w, s, group, own, inputs, y, stride)
-            else:
-                _ONE_OF_8(w, s, group, own, inputs, y, stride)
-        row += vectors
+    WORK(weights, scales, group, count, inputs, x, rows, results, stride)
 
 
-@kernel(MULTIPLY)
-def multiply_4(
-    weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
-) -> None:
-    """Multiply 4-bit matrix rows with vectors that `prepare_4` made."""
-    row = 0
-    while row < rows:
-        vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
-        own = x + row * (inputs + inputs // 4)
-        for place in range(0, count, MULTIPLE_OF_OUTPUTS // vectors):
-            w, s = weights + place * (inputs // 2), scales + place * (inputs // group) * 2
-            y = results + 4 * (row * stride + place)
-            if vectors == 4:
-                _FOUR_OF_4(w, s, group, own, inputs, y, stride)
-            elif vectors == 2:
-                _TWO_OF_4(w, s, group, own, inputs, y, stride)
-            else:
-                _ONE_OF_4(w, s, group, own, inputs, y, stride)
-        row += vectors
+def _widen(weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs: Any, target: Any) -> None:
+    WORK(weights, scales, group, first, count, inputs, target)
 
 
-@inline
-def round_values(values: Any, inputs: Any, in_pairs: Any, offset: Any, target: Any) -> None:
-    """Round each 32 float32 values to 8 bits.
-
-    The I bytes are followed by two rows of float32, with one number for each 32 values: the scales, and scale · Σ rounded ·
-    offset. in_pairs: for weights that are stored two in a byte, the first of each two values precede the second ones: in
-    runs of 128 values for whole chunks, then in runs of 32.
-    """
-    groups = inputs // ROUNDED
-    values_I, rounded_I = numba.carray(floats(values), (inputs,)), numba.carray(signed_bytes(target), (inputs,))
-    scales_G = numba.carray(floats(target + inputs), (groups,))
-    offsets_G = numba.carray(floats(target + inputs + 4 * groups), (groups,))
-    whole = inputs - inputs % _CHUNK
-    for group in range(groups):
-        first = group * ROUNDED
-        largest = zero = np.float32(0.0)
-        for index in range(first, first + ROUNDED):
-            largest = max(largest, abs(values_I[index]))
-            zero += values_I[index] * np.float32(0.0)  # NaN where a value is not finite
-        scale = largest / np.float32(127.0) + zero
-        inverse = np.float32(127.0) / largest if largest > np.float32(0.0) else np.float32(0.0)
-        total = np.int32(0)
-        run = 128 if first < whole else ROUNDED
-        for index in range(first, first + ROUNDED):
-            value = np.int32(np.rint(values_I[index] * inverse))
-            total += value
-            place = index
-            if in_pairs:
-                within = index % run
-                place = index - within + within // 2 + (run // 2 if within % 2 else 0)
-            rounded_I[place] = np.int8(value)
-        scales_G[group] = scale
-        offsets_G[group] = scale * np.float32(total) * offset
-
-
-@kernel(PREPARE)
-def prepare_8(values: Any, inputs: Any, target: Any) -> None:
-    """Prepare a vector for 8-bit weights."""
-    round_values(values, inputs, False, np.float32(128.0), target)
-
-
-@kernel(PREPARE)
-def prepare_4(values: Any, inputs: Any, target: Any) -> None:
-    """Prepare a vector for 4-bit weights."""
-    round_values(values, inputs, True, np.float32(8.0), target)
-
-
-@kernel(WIDEN)
-def widen_8(weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs: Any, target: Any) -> None:
-    """Write 8-bit matrix rows as bfloat16, each weight rounded once. The group size is a multiple of 32."""
-    for row in range(count):
-        stored, own = weights + (first + row) * inputs, target + 2 * row * inputs
-        scales_C = numba.carray(halves(scales + (first + row) * (inputs // group) * 2), (inputs // group,))
-        for index in range(inputs // group):
-            scale = widen(scales_C[index])
-            for place in range(index * group, (index + 1) * group, ROUNDED):
-                _WIDE_OF_8(stored + place, scale, own + 2 * place)
-
-
-@kernel(WIDEN)
-def widen_4(weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs: Any, target: Any) -> None:
-    """Write 4-bit matrix rows as bfloat16, each weight rounded once. The group size is a multiple of 32."""
-    for row in range(count):
-        stored, own = weights + (first + row) * (inputs // 2), target + 2 * row * inputs
-        scales_C = numba.carray(halves(scales + (first + row) * (inputs // group) * 2), (inputs // group,))
-        for index in range(inputs // group):
-            scale = widen(scales_C[index])
-            for place in range(index * group, (index + 1) * group, ROUNDED):
-                _WIDE_OF_4(stored + place // 2, scale, own + 2 * place)
+for _bits in BITS:
+    add_kernel(f"multiply_{_bits}", MULTIPLY, _multiply, _products(_bits))
+    add_kernel(f"widen_{_bits}", WIDEN, _widen, _wide_rows(_bits))
 
 
 @kernel(JOB, calls=("parallel_for", "widen_block"))

@@ -14,5 +14,7 @@ MULTIPLIES_INTEGERS = "+avx512vnni" in _features and "+avx512vl" in _features
 MULTIPLIES_BFLOAT16 = "+avx512bf16" in _features
 """Whether the processor multiplies pairs of bfloat16. Vectors that bfloat16 matrices are multiplied with are then bfloat16
 too, and otherwise float32."""
+SHIFTS_BYTES = "+avx512vbmi" in _features and "+avx512vl" in _features
+"""Whether the processor takes bytes from any bit of 64 bits, as weights of 3 bits are unpacked."""
 WIDENS_HALVES = "+f16c" in _features
 """Whether the processor converts float16 to float32."""

@@ -1,7 +1,7 @@
-"""Weights of 8 or 4 bits: a few weights of a row share a scale, and products read the weights as they are stored.
+"""Weights of 8, 4, 3 or 2 bits: a few weights of a row share a scale, and products read the weights as they are stored.
 
-weight = scale · (stored − 2^(bits−1)). Weights are rounded to nearest. With 4 bits several scales are tried for each group,
-and the scale with the least squared error is taken.
+weight = scale · (stored − 2^(bits−1)). Weights are rounded to nearest. With 4 bits and fewer, several scales are tried for
+each group, and the scale with the least squared error is taken; with 3 and 2 bits it is then fitted to the integers found.
 
 Shape suffixes: O outputs, D inputs, B bytes of a row, C groups of a row, M weights of one group.
 """
@@ -17,8 +17,19 @@ from torch import Tensor, nn
 from engine.kernels.kernel_choice import is_served
 from engine.kernels.scheme import WHOLE_ROW
 
-_SHARES = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8)}
-"""Fractions of a group's largest weight that may become the largest quantized value. Larger weights are clipped."""
+_SHARES = {
+    8: (1.0,),
+    4: (1.0, 0.95, 0.9, 0.85, 0.8),
+    3: (1.0, 1.1, 0.9, 0.8, 0.7, 0.6, -1.1, -1.0, -0.9, -0.8, -0.7),
+    2: (1.0, 1.2, 1.1, 0.9, 0.8, 0.7, 0.6, 0.5, -1.2, -1.1, -1.0, -0.9, -0.8, -0.7, -0.6, -0.5),
+}
+"""Fractions of a group's largest weight that may become the largest quantized value. Larger weights are clipped.
+
+The lowest value has no positive counterpart, and the scale's sign says on which side it lies: that of the largest weight, or
+for negative fractions the other side, which is tried where one value of 8 or 4 counts.
+"""
+_FITTED_BITS = 3
+"""Most bits with which the scale is fitted to the integers of the best fraction, by least squares."""
 _ROUND_ELEMENTS = 1 << 20
 """Number of weights that are rounded at a time. It limits the memory of the temporary values."""
 
@@ -55,10 +66,10 @@ class LowBitWeight(nn.Module):
 
 
 class QuantizedWeight(LowBitWeight):
-    """A weight of 8 or 4 bits. Its bytes stay where and as they were given."""
+    """A weight of 8, 4, 3 or 2 bits. Its bytes stay where and as they were given."""
 
     packed_OB: Tensor
-    """uint8. With 4 bits the first of two weights is in the low half. A row may end in unused bytes."""
+    """uint8. A row is one long number, whose lowest bits are its first weight. It may end in unused bytes."""
     scales_OC: Tensor
     """Scales of any floating dtype. The scales of a row are contiguous."""
 
@@ -102,9 +113,7 @@ class QuantizedWeight(LowBitWeight):
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [O, D], rounded once to `dtype`."""
         (outputs, inputs), groups = self.shape, self.scales_OC.shape[1]
-        values_OD = self.packed_OB
-        if self.bits == 4:
-            values_OD = torch.stack((values_OD & 15, values_OD >> 4), dim=-1).flatten(1)
+        values_OD = unpacked(self.packed_OB, self.bits)
         # A product in the scale's own dtype is rounded once too, because the other factor has 8 bits at most.
         wide = dtype if dtype == self.scales_OC.dtype else torch.promote_types(dtype, torch.float32)
         weight_OCM = values_OD[:, :inputs].to(wide).view(outputs, groups, -1)
@@ -163,8 +172,32 @@ def quantise(
 
 
 def packed(values_OD: Tensor, bits: int) -> Tensor:
-    """Return the bytes [O, B] of stored integers from 0 to 2^bits − 1, uint8."""
-    return values_OD if bits == 8 else values_OD[:, ::2] | (values_OD[:, 1::2] << 4)
+    """Return the bytes [O, B] of stored integers from 0 to 2^bits − 1, uint8. D · bits is a multiple of 8."""
+    if bits == 3:  # eight integers in three bytes
+        parts_OG8 = values_OD.int().view(len(values_OD), -1, 8) << _shifts(values_OD, 8, 3)
+        number_OG1 = parts_OG8.sum(dim=-1, keepdim=True, dtype=torch.int32)
+        return (number_OG1 >> _shifts(values_OD, 3, 8)).to(torch.uint8).flatten(1)
+    bytes_OB = values_OD[:, :: 8 // bits]
+    for place in range(1, 8 // bits):
+        bytes_OB = bytes_OB | (values_OD[:, place :: 8 // bits] << (place * bits))
+    return bytes_OB
+
+
+def unpacked(packed_OB: Tensor, bits: int) -> Tensor:
+    """Return the integers from 0 to 2^bits − 1 that bytes hold, [O, ≥ D]: unused bytes at the end of a row count as well."""
+    if bits == 8:
+        return packed_OB
+    if bits == 3:
+        parts_OG3 = nn.functional.pad(packed_OB, (0, -packed_OB.shape[1] % 3)).int().view(len(packed_OB), -1, 3)
+        number_OG1 = (parts_OG3 << _shifts(packed_OB, 3, 8)).sum(dim=-1, keepdim=True, dtype=torch.int32)
+        return (number_OG1 >> _shifts(packed_OB, 8, 3) & 7).flatten(1)
+    low = 2**bits - 1
+    return torch.stack([packed_OB >> (place * bits) & low for place in range(8 // bits)], dim=-1).flatten(1)
+
+
+def _shifts(like: Tensor, count: int, bits: int) -> Tensor:
+    """Return 0, `bits`, 2 · `bits`, …"""
+    return torch.arange(0, count * bits, bits, dtype=torch.int32, device=like.device)
 
 
 def _rounded(weight_OD: Tensor, bits: int, scales_OC: Tensor, importance_D: Tensor | None) -> Tensor:
@@ -185,5 +218,27 @@ def _rounded(weight_OD: Tensor, bits: int, scales_OC: Tensor, importance_D: Tens
         best_OCM = torch.where(better_OC1, values_OCM, best_OCM)
         scale_OC1 = torch.where(better_OC1, tried_OC1, scale_OC1)
         error_OC1 = torch.where(better_OC1, squares_OC1, error_OC1)
+    if bits <= _FITTED_BITS:
+        best_OCM, scale_OC1 = _fitted(weight_OCM, best_OCM, scale_OC1, error_OC1, importance_CM, scales_OC.dtype, middle)
     scales_OC.copy_(scale_OC1[:, :, 0])
     return packed((best_OCM + middle).to(torch.uint8).view(weight_OD.shape), bits)
+
+
+def _fitted(
+    weight_OCM: Tensor,
+    values_OCM: Tensor,
+    scale_OC1: Tensor,
+    error_OC1: Tensor,
+    importance_CM: Tensor | float,
+    scale_dtype: torch.dtype,
+    middle: int,
+) -> tuple[Tensor, Tensor]:
+    """Return integers and scales after one step of least squares, scale = Σ w·q / Σ q², where it lowers the error."""
+    weighted_OCM = values_OCM * importance_CM
+    square_OC1 = (weighted_OCM * values_OCM).sum(dim=-1, keepdim=True)
+    fit_OC1 = (weighted_OCM * weight_OCM).sum(dim=-1, keepdim=True) / torch.where(square_OC1 == 0, 1.0, square_OC1)
+    fit_OC1 = fit_OC1.to(scale_dtype).float()
+    again_OCM = (weight_OCM / torch.where(fit_OC1 == 0, 1.0, fit_OC1)).round_().clamp_(-middle, middle - 1)
+    squares_OC1 = (again_OCM * fit_OC1 - weight_OCM).square().mul_(importance_CM).sum(dim=-1, keepdim=True)
+    better_OC1 = squares_OC1 < error_OC1
+    return torch.where(better_OC1, again_OCM, values_OCM), torch.where(better_OC1, fit_OC1, scale_OC1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-BITS = (8, 4)
+BITS = (2, 3, 4, 8)
+"""Widths of low-bit weights."""
 WHOLE_ROW = -1
 """The group size that gives each output one scale."""
 _WORD_BITS = 32

@@ -23,6 +23,7 @@ from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, linears, plain, transposed_linear
 from engine.kernels.quantized_weight import quantise
+from engine.kernels.scheme import BITS
 
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
@@ -110,8 +111,8 @@ def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @needs_integers
-@pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("inputs", [128, 640, 1536])  # less than a chunk, a chunk and a rest, whole chunks
 def test_compiled_products_of_few_bits(bits: int, group: int, inputs: int) -> None:
     torch.manual_seed(0)
@@ -127,7 +128,7 @@ def test_compiled_products_of_few_bits(bits: int, group: int, inputs: int) -> No
 
 
 @needs_integers
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", BITS)
 def test_compiled_experts_of_few_bits(bits: int) -> None:
     torch.manual_seed(0)
     hidden, width, slots = 160, 96, 2
@@ -163,7 +164,7 @@ def test_compiled_products_of_few_bits_hide_no_overflow(value: float) -> None:
 
 
 @needs_pairs
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, *BITS])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 32), (16, 64), (97, 96), (113, 2048 + 32), (200, 160)])
 def test_compiled_products_of_many_rows(rows: int, inputs: int, threads: int, bits: int) -> None:
@@ -189,7 +190,7 @@ def test_compiled_products_of_many_rows(rows: int, inputs: int, threads: int, bi
 
 
 @needs_pairs
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("bits", [16, 8, 3])
 @pytest.mark.parametrize("kind", ["plain", "scaled inputs", "clamped, with biases"])
 def test_compiled_experts_of_many_tokens(kind: str, bits: int) -> None:
     """Experts have no token, a few, or more than fit into one panel; some slots are empty; one token has no expert."""
@@ -264,7 +265,7 @@ def test_matrices_that_panels_do_not_take_go_through_torch() -> None:
 
 @needs_numba
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", BITS)
 def test_compiled_dequantising_is_the_plain_one(bits: int, group: int) -> None:
     torch.manual_seed(0)
     weight = quantise(torch.randn(5, 256), bits, group, torch.bfloat16)
@@ -275,7 +276,7 @@ def test_compiled_dequantising_is_the_plain_one(bits: int, group: int) -> None:
 @pytest.mark.parametrize("change", ["outputs", "group", "scales"])
 def test_few_bits_that_the_kernels_do_not_know(change: str) -> None:
     torch.manual_seed(0)
-    outputs, group = 6 if change == "outputs" else 8, 64 if change == "group" else 32
+    outputs, group = 6 if change == "outputs" else 8, 16 if change == "group" else 32
     weight = quantise(torch.randn(outputs, 64), 4, group, torch.float16 if change == "scales" else torch.bfloat16)
     x = torch.randn(2, 64).bfloat16()
     wide = weight.dequantised(torch.bfloat16)
