@@ -31,7 +31,7 @@ TOKENS = torch.randint(3, 96, (6, 24), generator=torch.Generator().manual_seed(1
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tmp_path_factory.mktemp("costs")
-    make_workplace(path)
+    make_workplace(path, intermediate_size=96)
     return Checkpoint(path / "model")
 
 
@@ -131,7 +131,7 @@ def scores_of(checkpoint: Checkpoint, seed: int = 0) -> dict[int, list[torch.Ten
 
 
 def table_for(
-    checkpoint: Checkpoint, multiple: int | None = 16, least: int = 2
+    checkpoint: Checkpoint, multiple: int | None = 32, least: int = 2
 ) -> tuple[Table, dict[int, list[torch.Tensor]]]:
     scores, bits = scores_of(checkpoint), tuple(sorted(BITS, reverse=True))
     generator = torch.Generator().manual_seed(1)
@@ -142,7 +142,7 @@ def table_for(
     shares = {layer: [0.25] * len(own) for layer, own in scores.items()}
     others = {each: 0.1 * place for place, each in enumerate(bits)}
     made = table(
-        *(Sizes(checkpoint, 16), bits, scores, rounding, shares, others),
+        *(Sizes(checkpoint, 32), bits, scores, rounding, shares, others),
         multiple=multiple,
         least_experts=least,
         keeps_plain=True,
@@ -157,7 +157,7 @@ def test_the_files_are_as_large_as_counted(checkpoint: Checkpoint, tmp_path: Pat
     least, most = made.least_and_most()
     options = made.chosen(least + share * (most - least), None)
     choice = choice_of(made.items, options, scores, checkpoint.config)
-    quantiser = Quantiser(MixedWidths(choice.bits, 16)) if choice.bits else None
+    quantiser = Quantiser(MixedWidths(choice.bits, 32)) if choice.bits else None
     apply(choice.plan, checkpoint, tmp_path / "result", quantiser=quantiser)
     size, counted = weight_file_bytes(tmp_path / "result"), made.total_bytes(options)
     assert size <= counted <= least + share * (most - least)
@@ -195,8 +195,8 @@ def test_costs_of_an_expert_by_hand(checkpoint: Checkpoint) -> None:
     made, scores = table_for(checkpoint)
     item, score_F = made.items[0], scores[0][0]
     width = len(score_F)
-    place = item.options.index(Option(width - 16, 8, 4))
-    assert item.removal[place] == pytest.approx(float(score_F.sort().values[:16].sum()))
+    place = item.options.index(Option(width - 32, 8, 4))
+    assert item.removal[place] == pytest.approx(float(score_F.sort().values[:32].sum()))
     whole = item.options.index(Option(width, 8, 4))
     assert item.rounding[place] == item.rounding[whole] > 0 and item.removal[whole] == 0.0
     assert item.read[place] == 0.25 * item.bytes[place]

@@ -19,13 +19,13 @@ from compress.fitting.measured import weight_file_bytes
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
 
-FIT = ["fit", "model", "--group-size", "16", "--validation-samples", "2", "--evaluation-samples", "2", *CALIBRATION]
+FIT = ["fit", "model", "--group-size", "32", "--validation-samples", "2", "--evaluation-samples", "2", *CALIBRATION]
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fit")
-    make_workplace(path)
+    make_workplace(path, intermediate_size=96)
     return path
 
 
@@ -53,7 +53,7 @@ def test_the_result_is_just_below_the_target(place: Path, share: float) -> None:
     figures = run(*FIT, "--target-size", str(target), "-o", "out")
     size = weight_file_bytes(place / "out")
     assert size <= target and size == figures["weight_file_bytes"]
-    step = 2 * 16 * 32 * 3  # a multiple of units of one expert, and the longest headers
+    step = 2 * 32 * 32 * 3  # a multiple of units of one expert, and the longest headers
     assert size > target - step - 0.02 * target
     assert figures["target_bytes"] == target and figures["kl"] >= 0.0
     assert figures["kl"] == min(point["measured_kl"] for point in figures["frontier"] if point["measured_kl"] is not None)
@@ -110,8 +110,8 @@ def test_an_interrupted_run_gives_the_same_bytes(place: Path, monkeypatch: pytes
         (["--target-size", "1MB", "--fit-to", "auto"], ["give one of them"]),
         (["--target-size", "1MB", "--bits", "5"], ["bits has 5", "2, 3, 4, 8, 16"]),
         (["--target-size", "1MB", "--bits", "4,4"], ["named twice"]),
-        (["--target-size", "1MB", "--group-size", "24"], ["do not fill rows", "--group-size"]),
-        (["--target-size", "1MB", "--unit-multiple", "8"], ["unit-multiple is 8", "--unit-multiple 16"]),
+        (["--target-size", "1MB", "--group-size", "48"], ["do not fill rows", "--group-size"]),
+        (["--target-size", "1MB", "--unit-multiple", "16"], ["unit-multiple is 16", "--unit-multiple 32"]),
     ],
 )
 def test_refusals(place: Path, options: list[str], fragments: list[str]) -> None:
