@@ -151,6 +151,10 @@ BENCHMARKS = (
         trial=(*UNIT_TRIAL, "--tokens", "32768", "--other-text"),
         needs="a file of text, whose name is in BENCHMARK_TEXT",
     ),
+    Benchmark(
+        *("fit", ("fit_demo",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
+        trial=("--windows", "8", "--samples", "16", "--rows", "2 bits, gptq"),
+    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),

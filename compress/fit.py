@@ -3,8 +3,8 @@
 1. A pass with gradients and one with moments score the hidden units (compress/methods/unit_obs.py), and one pass rounds
    every expert to every width (compress/fitting/rounding_costs.py). The cost of rounding all other matrices is measured.
 2. The options are chosen by a knapsack (compress/fitting/choices.py).
-3. The choice is carried out, and its divergence from the model is measured without and with rounding. The ratios of measured
-   to predicted divergences correct the costs, and a second choice is made, carried out and measured.
+3. The choice is carried out, and its divergence from the model is measured: without and with rounding, of all layers and of
+   a few at a time (compress/fitting/measured.py). That corrects the costs, and a second choice is made and measured.
 4. The choice with the smaller measured divergence is written.
 
 Candidates are measured on text that is neither calibrated on nor held out for the perplexities of the result.
@@ -20,8 +20,8 @@ import psutil
 
 from calibrate.batches import training_text
 from compress.fitting.candidate import Candidate, Choice, choice_of
-from compress.fitting.costs import NO_FACTORS, Factors, Option
-from compress.fitting.measured import Measuring, corrected
+from compress.fitting.costs import NOT_CORRECTED, Corrections, Option
+from compress.fitting.measured import Measuring, corrections_of
 from compress.fitting.sizes import other_matrices
 from compress.fitting.statistics import FitRun, table_of, unit_costs
 from compress.methods.inputs import Prunable
@@ -119,17 +119,18 @@ def _make(run: FitRun) -> Made:
     measuring = Measuring(run, table)
     points: list[dict[str, Any]] = []
     candidates: list[Candidate] = []
-    factors, seen = NO_FACTORS, list[list[Option]]()
+    corrections: Corrections = NOT_CORRECTED
+    seen: list[list[Option]] = []
     for number in range(CHOICES):
         if choosing in seen:
             break
         seen.append(choosing)
         choice = choice_of(table.items, choosing, scores, checkpoint.config)
-        point, candidate = measuring.measured(number, choice, choosing, factors)
+        point, candidate = measuring.measured(number, choice, choosing, corrections)
         points.append(point)
         candidates.append(candidate)
-        factors = corrected(point, table.predicted(choosing), factors)
-        choosing = table.chosen(size, read, factors)
+        corrections = corrections_of(point, table.predicted(choosing))
+        choosing = table.chosen(size, read, corrections)
     point, candidate = min(zip(points, candidates, strict=True), key=lambda pair: float(pair[0]["measured_kl"]))
     figures = {
         "granularity": "unit" if candidate.choice.removes else "expert",
@@ -140,8 +141,8 @@ def _make(run: FitRun) -> Made:
         "weight_file_bytes": point["bytes"],
         "kl": point["measured_kl"],
         "matrices_by_bits": _by_bits(candidate.choice, checkpoint),
-        "factors": _factors(factors),
-        "frontier": [*points, *measuring.predictions(factors)],
+        "factors": {str(layer): list(own) for layer, own in sorted(corrections.items())},
+        "frontier": [*points, *measuring.predictions(corrections)],
     }
     return Made(
         *(candidate.choice.plan, options.method, candidate.refit.tensors, figures),
@@ -175,10 +176,6 @@ def _by_bits(choice: Choice, checkpoint: Checkpoint) -> dict[str, int]:
     counts = Counter(choice.bits.values())
     counts[PLAIN_BITS] = experts + len(other_matrices(config)) - len(choice.bits)
     return {str(bits): count for bits, count in sorted(counts.items()) if count}
-
-
-def _factors(factors: Factors) -> dict[str, float]:
-    return dict(factors._asdict())
 
 
 def _in_words(size: int | None, read: int | None) -> str:

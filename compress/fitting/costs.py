@@ -8,8 +8,8 @@ of
 - the cost of rounding each part of the expert (rounding_costs.py).
 
 The cost of rounding the other matrices is measured (divergence.py). All costs are nats per token, and predict the KL
-divergence between the predictions of the model and of the result. Interactions are left out; `Factors` corrects for them after a
-first result was measured.
+divergence between the predictions of the model and of the result. Interactions are left out; `Corrections` make up for them after
+a first result was measured.
 
 Shape suffixes: I items, O options, F expert width, B widths.
 """
@@ -43,14 +43,25 @@ class Option(NamedTuple):
     """Bits of the down projection."""
 
 
+class Divergence(NamedTuple):
+    """A divergence in two parts, in nats per token."""
+
+    removal: float = 0.0
+    """Of removing hidden units and experts."""
+    rounding: float = 0.0
+
+
 class Factors(NamedTuple):
-    """By how much measured divergences are above the predicted ones."""
+    """By how much the measured divergences of a layer are above the predicted ones."""
 
     removal: float = 1.0
     rounding: float = 1.0
 
 
+Corrections = Mapping[int, Factors]
+"""Factors by layer; −1 has those of the other matrices. Layers that are not named have factors of 1."""
 NO_FACTORS = Factors()
+NOT_CORRECTED: Corrections = {}
 
 
 @dataclass(frozen=True)
@@ -75,32 +86,39 @@ class Table:
 
     items: list[Item]
 
-    def costs(self, factors: Factors = NO_FACTORS) -> Tensor:
+    def costs(self, corrections: Corrections = NOT_CORRECTED) -> Tensor:
         """Return the cost of each option, [I, O] float64; infinity where an item has fewer options."""
-        rows = [
-            [
-                factors.removal * removal + factors.rounding * rounding
-                for removal, rounding in zip(item.removal, item.rounding, strict=True)
-            ]
-            for item in self.items
-        ]
+        rows = []
+        for item in self.items:
+            factors, pairs = corrections.get(item.layer, NO_FACTORS), zip(item.removal, item.rounding, strict=True)
+            rows.append([factors.removal * removal + factors.rounding * rounding for removal, rounding in pairs])
         return _padded(rows, torch.inf)
 
-    def chosen(self, size: float | None, read: float | None, factors: Factors = NO_FACTORS) -> list[Option]:
+    def chosen(self, size: float | None, read: float | None, corrections: Corrections = NOT_CORRECTED) -> list[Option]:
         """Return the option of each item within the limits, in bytes. Raises OptionError for an impossible limit."""
         limits = []
         if size is not None:
             limits.append(Limit(_padded([item.bytes for item in self.items], 0.0), size, "bytes"))
         if read is not None:
             limits.append(Limit(_padded([item.read for item in self.items], 0.0), read, "bytes read for a token"))
-        choice = choose(self.costs(factors), limits).tolist()
+        choice = choose(self.costs(corrections), limits).tolist()
         return [item.options[place] for item, place in zip(self.items, choice, strict=True)]
 
-    def predicted(self, options: Sequence[Option]) -> tuple[float, float]:
-        """Return the predicted divergence of removing hidden units, and that of rounding, without factors."""
-        places = [item.options.index(option) for item, option in zip(self.items, options, strict=True)]
-        pairs = [(item.removal[place], item.rounding[place]) for item, place in zip(self.items, places, strict=True)]
-        return sum(removal for removal, _ in pairs), sum(rounding for _, rounding in pairs)
+    def predicted(self, options: Sequence[Option]) -> dict[int, Divergence]:
+        """Return the predicted divergences of removing hidden units and of rounding, by layer, without corrections."""
+        found: dict[int, Divergence] = {}
+        for item, option in zip(self.items, options, strict=True):
+            place, (removal, rounding) = item.options.index(option), found.get(item.layer, Divergence())
+            found[item.layer] = Divergence(removal + item.removal[place], rounding + item.rounding[place])
+        return found
+
+    def predicted_total(self, options: Sequence[Option], corrections: Corrections) -> float:
+        """Return the predicted divergence of a choice."""
+        return sum(
+            own.removal * corrections.get(layer, NO_FACTORS).removal
+            + own.rounding * corrections.get(layer, NO_FACTORS).rounding
+            for layer, own in self.predicted(options).items()
+        )
 
     def total_bytes(self, options: Sequence[Option]) -> int:
         """Return the bytes of a choice."""

@@ -1,4 +1,9 @@
-"""The choices of a run, carried out and measured: points of the frontier of size against divergence."""
+"""The choices of a run, carried out and measured: points of the frontier of size against divergence.
+
+A choice is measured as a whole, and in parts: the routed experts of a band of layers alone, and the other matrices alone,
+in an otherwise unchanged model. The parts say by how much each band's predicted divergence is off, and their sum says how the
+bands act together. Both correct the costs (`corrections`).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from compress.fitting.candidate import Candidate, Choice, carried_out, smaller_of, written
-from compress.fitting.costs import Factors, Option, Table
+from compress.fitting.costs import Corrections, Divergence, Factors, Option, Table
+from compress.fitting.divergence import Reference
+from compress.fitting.sizes import other_matrices
 from compress.fitting.statistics import FitRun, pruning_run, reference
+from compress.fitting.substitution import with_blocks_of, with_matrices_of
 from compress.run.work_directory import WorkDirectory
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 
 FRONTIER_POINTS = 8
@@ -20,6 +29,10 @@ SPEED_TOKENS = 32
 """Tokens that are decoded to measure a candidate's speed."""
 LEAST_FACTOR = 0.05
 """Smallest factor: a divergence that is measured as zero or below would make every option free."""
+MOST_BANDS = 8
+"""Most bands of layers that are measured by themselves: each takes two passes over the text."""
+OTHERS = -1
+"""Stands for the layer of the other matrices."""
 
 
 class Measuring:
@@ -29,11 +42,11 @@ class Measuring:
         self._run, self._table = run, table
 
     def measured(
-        self, number: int, choice: Choice, options: Sequence[Option], factors: Factors
+        self, number: int, choice: Choice, options: Sequence[Option], corrections: Corrections
     ) -> tuple[dict[str, Any], Candidate]:
         """Carry out a choice and measure it; return its point of the frontier, and what writes it.
 
-        factors: with which the costs were corrected when the choice was made.
+        corrections: those of the costs by which the choice was made.
         """
         own = WorkDirectory(self._run.work.path / f"choice-{number}", shared=self._run.work)
         own.path.mkdir(exist_ok=True)
@@ -42,47 +55,86 @@ class Measuring:
 
         def measure() -> dict[str, Any]:
             result = written(candidate, run)
+            smaller = smaller_of(candidate, run)
             with reference(self._run) as full:
-                divergence = full.divergence(result)
-                smaller = smaller_of(candidate, run)
-                without = divergence * choice.removes if smaller is None else full.divergence(smaller)
-            return self._predicted(options, factors) | {
+                kl = full.divergence(result)
+                without = kl * choice.removes if smaller is None else full.divergence(smaller)
+                parts = self._parts(full, result, smaller, choice)
+            return self._predicted(options, corrections) | {
                 "bytes": weight_file_bytes(result.directory),
-                "measured_kl": divergence,
+                "measured_kl": kl,
                 "measured_kl_of_removal": without,
+                "measured_kl_of_parts": {str(layer): list(part) for layer, part in parts.items()},
                 "tokens_per_second": decoding_speed(result.directory, self._run.options.device),
             }
 
         return self._run.work.once(f"measured-{number}", measure), candidate
 
-    def _predicted(self, options: Sequence[Option], factors: Factors) -> dict[str, Any]:
-        removal, rounding = self._table.predicted(options)
+    def _parts(
+        self, full: Reference, result: Checkpoint, smaller: Checkpoint | None, choice: Choice
+    ) -> dict[int, Divergence]:
+        """Return the divergence of each band alone, by its first layer, and of the other matrices alone."""
+        found: dict[int, Divergence] = {}
+        place = full.dtype, full.device
+        for band in bands(full.checkpoint.config.moe_layers):
+            both = full.divergence(full.checkpoint, with_blocks_of(result, band, *place))
+            removal = both * choice.removes
+            if smaller is not None:
+                removal = full.divergence(full.checkpoint, with_blocks_of(smaller, band, *place))
+            found[band[0]] = Divergence(removal, both - removal)
+        names = [name for name in other_matrices(full.checkpoint.config) if name in choice.bits]
+        others = full.divergence(full.checkpoint, with_matrices_of(result, names, *place)) if names else 0.0
+        return found | {OTHERS: Divergence(0.0, others)}
+
+    def _predicted(self, options: Sequence[Option], corrections: Corrections) -> dict[str, Any]:
         return {
             "bytes": self._table.total_bytes(options),
             "active_bytes": self._table.read_bytes(options),
-            "predicted_kl": factors.removal * removal + factors.rounding * rounding,
+            "predicted_kl": self._table.predicted_total(options, corrections),
             "measured_kl": None,
         }
 
-    def predictions(self, factors: Factors) -> list[dict[str, Any]]:
+    def predictions(self, corrections: Corrections) -> list[dict[str, Any]]:
         """Return points between the least size and that of the whole model, with predicted divergences alone."""
         least, most = self._table.least_and_most()
         sizes = [least * (most / least) ** (step / FRONTIER_POINTS) for step in range(FRONTIER_POINTS + 1)]
-        return [self._predicted(self._table.chosen(size + 1, None, factors), factors) for size in sizes]
+        return [self._predicted(self._table.chosen(size + 1, None, corrections), corrections) for size in sizes]
 
 
-def corrected(point: Mapping[str, Any], predicted: tuple[float, float], factors: Factors) -> Factors:
-    """Return the factors by which measured divergences differ from those predicted: of removing units, and of rounding.
+def bands(layers: Sequence[int]) -> list[list[int]]:
+    """Return the MoE layers in at most MOST_BANDS groups of neighbors, of nearly equal size."""
+    count = min(MOST_BANDS, len(layers))
+    ends = [round(place * len(layers) / count) for place in range(count + 1)]
+    return [list(layers[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
-    predicted: without factors. factors: kept where nothing was predicted.
+
+def corrections_of(point: Mapping[str, Any], predicted: Mapping[int, Divergence]) -> Corrections:
+    """Return the factors of each layer: its band's measured divergence over the predicted one, times what the measured
+    divergence of the whole choice is over the sum of the parts.
+
+    predicted: by layer, without corrections.
     """
-    measured = point["measured_kl_of_removal"], point["measured_kl"] - point["measured_kl_of_removal"]
-    return Factors(
-        *(
-            max(found / own, LEAST_FACTOR) if own > 0.0 else known
-            for found, own, known in zip(measured, predicted, factors, strict=True)
-        )
+    parts = {int(layer): Divergence(*part) for layer, part in point["measured_kl_of_parts"].items()}
+    removal, both = point["measured_kl_of_removal"], point["measured_kl"]
+    together = Factors(
+        _ratio(removal, sum(part.removal for part in parts.values())),
+        _ratio(both - removal, sum(part.rounding for part in parts.values())),
     )
+    found: dict[int, Factors] = {}
+    firsts = sorted(parts)
+    for layer in predicted:
+        first = max(own for own in firsts if own <= layer)
+        band = [own for at, own in predicted.items() if max(each for each in firsts if each <= at) == first]
+        found[layer] = Factors(
+            together.removal * _ratio(parts[first].removal, sum(own.removal for own in band)),
+            together.rounding * _ratio(parts[first].rounding, sum(own.rounding for own in band)),
+        )
+    return found
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    """Return a factor; 1 where nothing was predicted."""
+    return max(measured / predicted, LEAST_FACTOR) if predicted > 0.0 else 1.0
 
 
 def weight_file_bytes(directory: Path) -> int:

@@ -148,6 +148,8 @@ class FrontierPoint(TypedDict):
     """None for a choice that was not carried out."""
     measured_kl_of_removal: NotRequired[float]
     """The part of removing hidden units, without rounding."""
+    measured_kl_of_parts: NotRequired[dict[str, list[float]]]
+    """Those of removing units and of rounding in the routed experts of a few layers alone, by the first of them."""
     tokens_per_second: NotRequired[float]
     """Speed of decoding one sequence."""
 
@@ -165,8 +167,9 @@ class FitFigures(ModelFigures):
     """Measured divergence of the result."""
     matrices_by_bits: dict[str, int]
     """Number of matrices of each width."""
-    factors: dict[str, float]
-    """By how much the first choice's divergences were above the predicted ones."""
+    factors: dict[str, list[float]]
+    """By how much the last choice's divergences were above the predicted ones, of removing units and of rounding, by layer;
+    "-1" stands for all matrices outside of the routed experts."""
     frontier: list[FrontierPoint]
 
 

@@ -11,9 +11,9 @@ from artifacts_for_tests import make_workplace
 from conftest import EVERY_MOE_FAMILY, others_slow, save_reference
 
 from compress.fitting.candidate import choice_of
-from compress.fitting.costs import Factors, Item, Option, Table, table
+from compress.fitting.costs import Divergence, Factors, Item, Option, Table, table
 from compress.fitting.divergence import Reference
-from compress.fitting.measured import corrected, weight_file_bytes
+from compress.fitting.measured import bands, corrections_of, weight_file_bytes
 from compress.fitting.rounding_costs import DOWN, READERS, rounding_costs
 from compress.fitting.sizes import PLAIN, Sizes, kept_levels, other_matrices
 from compress.fitting.substitution import rounded_layers
@@ -176,7 +176,7 @@ def test_sizes_of_every_family(family: str, tmp_path: Path) -> None:
     save_reference(family, tmp_path / "model")
     checkpoint = Checkpoint(tmp_path / "model")
     made, scores = table_for(checkpoint, multiple=None)
-    options = made.chosen(None, None, Factors())
+    options = made.chosen(None, None)
     assert all(option.readers == PLAIN for option in options)
     plan = choice_of(made.items, options, scores, checkpoint.config).plan
     apply(plan, checkpoint, tmp_path / "result")
@@ -213,10 +213,19 @@ def test_the_experts_that_cost_most_cannot_go(checkpoint: Checkpoint) -> None:
 
 
 def test_factors_by_hand() -> None:
-    point = {"measured_kl": 0.3, "measured_kl_of_removal": 0.1}
-    assert corrected(point, (0.2, 0.1), Factors()) == Factors(0.5, pytest.approx(2.0))
-    assert corrected(point, (0.0, 0.1), Factors(7.0, 1.0)).removal == 7.0
-    assert corrected(point | {"measured_kl": 0.09}, (0.2, 0.1), Factors()).rounding == 0.05
+    """Layers 0 and 1 are one band. The parts add up to 0.2 and 0.3, the whole has 0.1 and 0.6."""
+    parts = {"0": [0.15, 0.1], "2": [0.05, 0.1], "-1": [0.0, 0.1]}
+    point = {"measured_kl": 0.7, "measured_kl_of_removal": 0.1, "measured_kl_of_parts": parts}
+    predicted = {0: Divergence(0.1, 0.1), 1: Divergence(0.2, 0.1), 2: Divergence(0.0, 0.4), -1: Divergence(0.0, 0.2)}
+    found = corrections_of(point, predicted)
+    assert found[0] == found[1] == Factors(pytest.approx(0.5 * 0.15 / 0.3), pytest.approx(2.0 * 0.1 / 0.2))
+    assert found[2] == Factors(0.5, pytest.approx(2.0 * 0.1 / 0.4))
+    assert found[-1] == Factors(0.5, pytest.approx(2.0 * 0.1 / 0.2))
+
+
+def test_bands_by_hand() -> None:
+    assert bands([0, 1, 2]) == [[0], [1], [2]]
+    assert bands([*range(1, 13)])[:3] == [[1, 2], [3], [4, 5, 6][:2]]
 
 
 def test_a_choice_numbers_experts_anew(checkpoint: Checkpoint) -> None:
@@ -237,4 +246,4 @@ def test_items_without_an_option_cost_infinity() -> None:
         Item(0, 0, [Option(2), Option(1)], [0.0, 1.0], [0.0, 0.0], [2, 1], [2.0, 1.0]),
         Item(-1, 0, [Option(0)], [0.0], [0.5], [3], [3.0]),
     ]
-    assert Table(items).costs(Factors(2.0, 4.0)).tolist() == [[0.0, 2.0], [2.0, float("inf")]]
+    assert Table(items).costs({0: Factors(2.0, 9.0), -1: Factors(9.0, 4.0)}).tolist() == [[0.0, 2.0], [2.0, float("inf")]]
