@@ -61,10 +61,10 @@ class QuantiserOptions:
         if wrong:
             fitting = [size for size in _USUAL_SIZES if all(Scheme(bits, size).fits(each) for bits, each in inputs)]
             instead = f"--group-size {fitting[0]}" if fitting else "another model or other bits"
-            bits, size = wrong[-1]
+            _, size = wrong[-1]
             raise OptionError(
                 f"{inputs[wrong[-1]]} has {size} inputs, which groups of {self.group_size} do not fill in whole words of 32 "
-                f"bits with {bits} bits each; take {instead}"
+                f"bits; take {instead}"
             )
 
     @property
