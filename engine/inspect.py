@@ -92,6 +92,7 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
         "dtype": checkpoint.model_element.name,
         "weight_bits": None if scheme is None else scheme.bits,
         "group_size": None if scheme is None else scheme.group_size,
+        "parameters_by_bits": checkpoint.parameters_by_bits or None,
         "bytes_not_quantized": checkpoint.plain_bytes,
         "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
         "gguf_types": None if checkpoint.gguf is None else checkpoint.gguf.block_types,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,14 +56,15 @@ class QuantiserOptions:
         if matrices is None:
             shapes = expected_tensors(config)
             matrices = {name: shapes[name] for name in self.names(config)}
-        inputs = {matrices[name][1]: name for name in reversed([*matrices])}
-        wrong = [size for size, name in inputs.items() if not self.scheme_of(name).fits(size)]
+        inputs = {(self.scheme_of(name).bits, matrices[name][1]): name for name in reversed([*matrices])}
+        wrong = [key for key in inputs if not Scheme(key[0], self.group_size).fits(key[1])]
         if wrong:
-            fitting = [size for size in _USUAL_SIZES if all(Scheme(self.bits, size).fits(each) for each in inputs)]
-            instead = f"--group-size {fitting[0]}" if fitting else "another model"
+            fitting = [size for size in _USUAL_SIZES if all(Scheme(bits, size).fits(each) for bits, each in inputs)]
+            instead = f"--group-size {fitting[0]}" if fitting else "another model or other bits"
+            _, size = wrong[-1]
             raise OptionError(
-                f"{inputs[wrong[-1]]} has {wrong[-1]} inputs, which groups of {self.group_size} do not fill in whole words "
-                f"of 32 bits; take {instead}"
+                f"{inputs[wrong[-1]]} has {size} inputs, which groups of {self.group_size} do not fill in whole words of 32 "
+                f"bits; take {instead}"
             )
 
     @property
@@ -86,16 +88,31 @@ class QuantiserOptions:
 
     def config(self, config: DecoderConfig) -> dict[str, Any]:
         """Return the quantization entry of config.json."""
-        from engine.checkpoint.pack_quantized import CONFIG_KEY, config_of
+        return quantization_entry(config, {name: self.scheme_of(name) for name in self.names(config)})
 
-        rounded = set(self.names(config))
-        matrices = [name for name, shape in expected_tensors(config).items() if len(shape) == 2]
-        names = [name for name in matrices if name not in rounded and name not in (EMBEDDING, HEAD)]
-        kept = [name_on_disk(config.architecture, name) for name in names]
-        if self.quantize_head:
-            return {CONFIG_KEY: config_of(self.scheme, kept, {HEAD: self.scheme_of(HEAD)})}
-        # The head is listed even where it is tied and has no tensor: readers build a linear layer for it.
-        return {CONFIG_KEY: config_of(self.scheme, [HEAD, *kept])}
+    @property
+    def bits_text(self) -> str:
+        """The width, as a model card says it."""
+        return str(self.bits)
+
+
+def quantization_entry(config: DecoderConfig, schemes: Mapping[str, Scheme]) -> dict[str, Any]:
+    """Return the quantization entry of config.json, given the storage scheme of each low-bit weight.
+
+    The scheme of most weights is that of all linear layers, and others are named.
+    """
+    from engine.checkpoint.pack_quantized import CONFIG_KEY, config_of
+
+    def on_disk(name: str) -> str:
+        return name_on_disk(config.architecture, name)
+
+    counts = Counter(scheme for name, scheme in schemes.items() if name != HEAD)
+    usual = max(counts or Counter(schemes.values()), key=lambda scheme: (counts[scheme], scheme))
+    matrices = [name for name, shape in expected_tensors(config).items() if len(shape) == 2]
+    kept = [on_disk(name) for name in matrices if name not in schemes and name not in (EMBEDDING, HEAD)]
+    # The head is listed even where it is tied and has no tensor: readers build a linear layer for it.
+    ignored = kept if HEAD in schemes else [HEAD, *kept]
+    return {CONFIG_KEY: config_of(usual, ignored, {on_disk(name): scheme for name, scheme in schemes.items()})}
 
 
 @dataclass(frozen=True, kw_only=True)

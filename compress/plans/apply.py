@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.options.quantize import QuantiserOptions
+from compress.options.quantize import QuantiserOptions, quantization_entry
 from compress.plans.adapted import adapted_planned_config, apply_adapted, check_fits_adapted
 from compress.plans.adapted_rounding import check_rounding
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
@@ -255,7 +255,7 @@ def apply(
     canonical = {on_disk: name for name, on_disk in renamed.items()}
     schemes = _schemes(config, checkpoint, origins, made, quantiser)
     packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
-    raw |= _quantisation(config, checkpoint, quantiser) if schemes or packed else {}
+    raw |= _quantisation(config, checkpoint, quantiser, schemes) if schemes or packed else {}
     prediction: dict[str, PredictionTensor] = {}
     if schemes:
         raw |= without_prediction_layers(config.architecture)
@@ -324,10 +324,17 @@ def _schemes(
     return {name: scheme for name, origin in copied.items() if (scheme := checkpoint.scheme(origin)) is not None}
 
 
-def _quantisation(result: DecoderConfig, checkpoint: Checkpoint, quantiser: Quantiser | None) -> dict[str, Any]:
+def _quantisation(
+    result: DecoderConfig, checkpoint: Checkpoint, quantiser: Quantiser | None, schemes: Mapping[str, Scheme]
+) -> dict[str, Any]:
     """Return the quantization entry of the result's config.json; empty where no weight is low-bit."""
     if quantiser is not None:
         return quantiser.options.config(result)
+    row = checkpoint.config.architecture
+    experts = [(layer, number) for layer, count in checkpoint.config.experts_by_layer.items() for number in range(count)]
+    stored = {checkpoint.scheme(expert_tensor(row, *place, part)) for place in experts for part in ffn_parts(row)}
+    if len(stored) > 1:  # the entry names experts by their numbers, which may have changed
+        return quantization_entry(result, schemes)
     return {CONFIG_KEY: checkpoint.raw_config.get(CONFIG_KEY, {"quant_method": METHOD})}
 
 

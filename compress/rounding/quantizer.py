@@ -19,9 +19,12 @@ from compress.options.quantize import HEAD, HEAD_BITS, NEAREST, QuantiserOptions
 from compress.report.figures import RoundingFigures
 from compress.rounding.activation_scales import Rescaling
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.families.results import mixes_bits
 from engine.kernels.quantized_weight import QuantizedWeight, quantise
 from engine.kernels.scheme import WHOLE_ROW
 
+_OLDEST_BITS = 4
+"""Fewest bits that every version of compressed-tensors packs alike."""
 _OUTSIDE = -1
 """Stands for the number of a layer, for tensors outside of layers."""
 
@@ -91,9 +94,13 @@ class Quantiser:
         size = self.options.group_size
         group = "output" if size == WHOLE_ROW else f"{size} inputs of an output"
         readers = "vLLM reads them, and transformers where that package is installed"
+        if not result.has_own_decoder or mixes_bits(result.raw_config):
+            readers = "moe-compress reads them"
+        elif self.options.bits < _OLDEST_BITS:
+            readers = "moe-compress reads them, and programs that know 2 and 3 bits as that package does since June 2026"
         return (
-            f"Weights of {what} have {self.options.bits} bits{head}, with a scale for each {group}, and are packed as",
-            f"`compressed-tensors` does: {readers if result.has_own_decoder else 'moe-compress reads them'}.",
+            f"Weights of {what} have {self.options.bits_text} bits{head}, with a scale for each {group}, and are packed as",
+            f"`compressed-tensors` does: {readers}.",
             "",
         )
 

@@ -17,7 +17,7 @@ from engine.checkpoint.block_float8 import SCALES
 from engine.checkpoint.gguf import GgufModel, GgufView
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.model_directory import ModelDirectory
-from engine.checkpoint.pack_quantized import PACKED, QuantizedView
+from engine.checkpoint.pack_quantized import PACKED, QuantizedView, counted_by_bits
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
@@ -190,6 +190,12 @@ class Checkpoint(ModelDirectory):
         """Storage schemes that at least one tensor uses."""
         used = {scheme for name in self.shapes if (scheme := self.scheme(name)) is not None}
         return tuple(scheme for scheme in self.schemes if scheme in used)
+
+    @property
+    def parameters_by_bits(self) -> dict[int, int]:
+        """Number of parameters that are packed integers, by their bits."""
+        packed = [view for view in map(self._views.get, self.shapes) if isinstance(view, QuantizedView)]
+        return counted_by_bits(packed)
 
     def element(self, name: str) -> ElementType:
         """Return the element type of `tensor(name)` without reading the tensor and without torch."""

@@ -16,6 +16,7 @@ Shape suffixes: O outputs, D inputs, W words of a row, C groups of a row.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,7 @@ def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Schem
         "format": _FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [name.removesuffix(".weight") for name in ignored],
+        "ignore": _ignored(name.removesuffix(".weight") for name in ignored),
         "kv_cache_scheme": None,
     }
 
@@ -135,6 +136,14 @@ def _patterns(names: Iterable[str]) -> list[str]:
     return alone + [
         rf"{re.escape(experts)}\.{_one_of(each)}\.{_one_of(map(re.escape, own))}" for (experts, own), each in numbers.items()
     ]
+
+
+def _ignored(names: Iterable[str]) -> list[str]:
+    """Return names of modules, those of experts as regular expressions."""
+    every = [*names]
+    of_experts = [name for name in every if _OF_EXPERT.fullmatch(name)]
+    plain = [name for name in every if not _OF_EXPERT.fullmatch(name)]
+    return plain + [f"re:.*{pattern}$" for pattern in _patterns(of_experts)]
 
 
 def _one_of(choices: Iterable[str]) -> str:
@@ -240,3 +249,11 @@ class QuantizedView:
     def read(self) -> Tensor:
         """Return the weight as a plain tensor, dequantized."""
         return self.weight().dequantised(self.element.torch)
+
+
+def counted_by_bits(views: Iterable[QuantizedView]) -> dict[int, int]:
+    """Return the number of weights in packed tensors, by their bits."""
+    counts: dict[int, int] = {}
+    for view in views:
+        counts[view.scheme.bits] = counts.get(view.scheme.bits, 0) + math.prod(view.shape)
+    return dict(sorted(counts.items()))

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from engine.decoder.attention import Attention, Positions
-from engine.decoder.experts import Expert, MoeBlock, table_row
+from engine.decoder.experts import Expert, MoeBlock, table_rows
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, Skipping, TopK
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
-from engine.kernels.linear import addresses, as_bfloat16, kernel_form
+from engine.kernels.linear import addresses, as_bfloat16, expert_form, kernel_form
 from engine.kernels.quantized_weight import Weight
 
 
@@ -40,6 +40,8 @@ class _Tables:
     shared: Any
     sinks: list[Tensor]
     """Sinks converted to float32; the tables hold their addresses."""
+    kept: list[Any]
+    """Further objects whose addresses the tables hold."""
 
 
 class DecodeStep:
@@ -189,20 +191,22 @@ def _serves(kernels: Any, layer: Any) -> bool:
     if layer.output_norms is not None:
         return False
     plain = [layer.attention_norm, layer.feed_forward_norm, *_attention_extras(attention)]
-    matrices = [[attention.query, attention.key, attention.value, attention.output]]
+    matrices = [attention.query, attention.key, attention.value, attention.output]
+    experts: list[list[Weight]] = []
     if isinstance(ffn, MoeBlock):
         if ffn.router_in_float32 or ffn.scales_inputs or ffn.gate_hidden_HD is not None:
             return False
         plain += [ffn.router_ND, ffn.logit_bias_N, ffn.shared_gate_1D]
-        experts = [expert for expert in ffn.experts if isinstance(expert, Expert)]
-        plain += [bias for expert in experts for bias in expert.projections[3:] if isinstance(bias, Tensor)]
-        matrices += [[weight for expert in experts for weight in expert.projections[:3]]]
+        routed = _routed_experts(ffn)
+        plain += [bias for expert in routed for bias in expert.projections[3:] if isinstance(bias, Tensor)]
+        experts.append(_matrices(routed))
     alone = _alone(ffn)
     if alone is not None and not (alone.is_plain and alone.has_gate):
         return False
-    matrices += [] if alone is None else [list(alone.projections)]
+    experts += [] if alone is None else [_matrices([alone])]
     given = [weight for weight in plain if weight is not None]
-    return kernel_form(kernels, given) == kernels.PLAIN and all(kernel_form(kernels, each) for each in matrices)
+    are_plain = kernel_form(kernels, given) == kernels.PLAIN
+    return are_plain and kernel_form(kernels, matrices) is not None and all(expert_form(kernels, each) for each in experts)
 
 
 def _attention_extras(attention: Attention) -> list[Tensor | None]:
@@ -221,8 +225,11 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
     table = np.zeros(len(layers), kernels.LAYER)
     routed = [_routed_experts(layer.feed_forward) for layer in layers]
     alone = [_alone(layer.feed_forward) for layer in layers]
-    experts = kernels.expert_table(map(table_row, itertools.chain(*routed)))
-    shared = kernels.expert_table(table_row(expert) for expert in alone if expert is not None)
+    made = [
+        [table_rows(kernels, own, _expert_form(kernels, own)) for own in every if own]
+        for every in (routed, [[one] for one in alone if one is not None])
+    ]
+    experts, shared = (kernels.expert_table(itertools.chain(*(rows for rows, _ in every))) for every in made)
     sinks: list[Tensor] = []
     next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
     for row, layer, own, one in zip(table, layers, routed, alone, strict=True):
@@ -235,9 +242,9 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
             row["experts"] = next_expert
             next_expert += len(own) * experts.itemsize
         if one is not None:
-            row["shared"], row["shared_form"] = next_shared, _form_address(kernels, one.projections)
+            row["shared"], row["shared_form"] = next_shared, kernels.form_address(_expert_form(kernels, [one]))
             next_shared += shared.itemsize
-    return _Tables(table, experts, shared, sinks)
+    return _Tables(table, experts, shared, sinks, [kept for every in made for _, kept in every])
 
 
 def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
@@ -250,7 +257,9 @@ def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
     extras = (*(f"{part}_bias" for part in parts), "query_norm", "key_norm")
     for name, extra in zip(extras, _attention_extras(attention), strict=True):
         row[name] = _address(extra)
-    row["form"] = _form_address(kernels, matrices)
+    form = kernel_form(kernels, matrices)
+    assert form is not None, "only layers that the kernels serve have tables"
+    row["form"] = kernels.form_address(form)
     row["window"] = -attention.window.size if isinstance(attention.window, Chunk) else attention.window or 0
 
 
@@ -258,7 +267,7 @@ def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]
     """The router, and what the routed experts have in common."""
     row["router"], row["router_bias"] = addresses(block.router_ND), _address(block.logit_bias_N)
     row["shared_gate"] = _address(block.shared_gate_1D), 0
-    row["expert_count"], row["expert_form"] = len(experts), _form_address(kernels, experts[0].projections[:3])
+    row["expert_count"], row["expert_form"] = len(experts), kernels.form_address(_expert_form(kernels, experts))
     swiglu = experts[0].swiglu
     row["alpha"], row["limit"] = (1.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
 
@@ -267,11 +276,14 @@ def _routed_experts(ffn: MoeBlock | Expert) -> list[Expert]:
     return [expert for expert in ffn.experts if isinstance(expert, Expert)] if isinstance(ffn, MoeBlock) else []
 
 
-def _form_address(kernels: Any, weights: Sequence[Weight]) -> int:
-    form = kernel_form(kernels, weights)
+def _matrices(experts: Sequence[Expert]) -> list[Weight]:
+    return [weight for expert in experts for weight in expert.projections[:3]]
+
+
+def _expert_form(kernels: Any, experts: Sequence[Expert]) -> tuple[int | str, int]:
+    form = expert_form(kernels, _matrices(experts))
     assert form is not None, "only layers that the kernels serve have tables"
-    address: int = kernels.form_address(form)
-    return address
+    return form
 
 
 def _address(tensor: Weight | None) -> int:

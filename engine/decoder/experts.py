@@ -10,7 +10,7 @@ gate network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -26,10 +26,12 @@ from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import (
     addresses,
     as_bfloat16,
+    expert_form,
     kernel_form,
     linear,
     linears,
     multiplies_bfloat16,
+    places_of,
     plain,
     serves_rows,
 )
@@ -190,10 +192,22 @@ def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: Activation | None) -> Tensor:
     return (up_TF + 1.0) * gate_TF * torch.sigmoid(swiglu.alpha * gate_TF)
 
 
-def table_row(expert: Expert) -> tuple[list[tuple[int, int]], int]:
-    """Return the addresses of an expert's weights and its width, as the compiled kernels need them."""
-    gate = [] if expert.has_gate else [(0, 0)]
-    return gate + [addresses(weight) for weight in expert.projections], expert.width
+def table_rows(
+    kernels: Any, experts: Sequence[Expert], form: tuple[int | str, int]
+) -> tuple[list[tuple[list[tuple[int, int]], int]], Any]:
+    """Return the addresses of each expert's weights and its width, as the kernels need them for a call in this form.
+
+    The second value must live as long as the addresses are used.
+    """
+    matrices = [[*expert.projections[: 3 if expert.has_gate else 2]] for expert in experts]
+    places, kept = places_of(kernels, [weight for own in matrices for weight in own], form)
+    rows, first = [], 0
+    for expert, own in zip(experts, matrices, strict=True):
+        gate = [] if expert.has_gate else [(0, 0)]
+        biases = [addresses(weight) for weight in expert.projections[len(own) :]]
+        rows.append((gate + places[first : first + len(own)] + biases, expert.width))
+        first += len(own)
+    return rows, kept
 
 
 class CompiledExperts:
@@ -203,6 +217,8 @@ class CompiledExperts:
         self._experts: Any = None
         self._weights: list[Weight] = []
         self._table: Any = None
+        self._kept: Any = None
+        """Records to which the table has addresses."""
         self._ends = (0, 0)
         """Where the first and the last weight lie."""
         self._clamp: tuple[float, float] | None = None
@@ -247,14 +263,16 @@ class CompiledExperts:
         every = [weight for expert in experts for weight in expert.projections]
         self._experts, self._weights = experts, every
         self._ends = addresses(every[0])[0], addresses(every[-1])[0]
-        self._table = kernels.expert_table(map(table_row, experts))
         swiglu: Activation | None = experts[0].swiglu
         of_gate = None if swiglu is None else (swiglu.alpha, swiglu.limit)
         self._clamp = of_gate if experts[0].has_gate else kernels.WITHOUT_GATE
         matrices = [weight for expert in experts for weight in expert.projections[:3]]
         biases = [weight for expert in experts for weight in expert.projections[3:]]
         served = not biases or kernel_form(kernels, biases) == kernels.PLAIN
-        self._form = kernel_form(kernels, matrices) if served else None
+        self._form = expert_form(kernels, matrices) if served else None
+        if self._form is not None:
+            rows, self._kept = table_rows(kernels, experts, self._form)
+            self._table = kernels.expert_table(rows)
         self._takes_many = serves_rows(kernels, matrices, many=True)
 
 

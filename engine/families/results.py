@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from engine.families.table import ARCHITECTURES
 from engine.families.values import positive
 from engine.files.json_file import shown
 
+_EXPERT_NUMBERS = re.compile(r"^re:.*\\\.experts\\\.\(?\d")
+"""A regular expression that names experts by their numbers (engine/checkpoint/pack_quantized.py)."""
 _OF_ANOTHER = frozenset(["block_configs", "auto_map", "quantization_config", GATE_WIDTH_KEY])
 """Config keys that describe the source's weights and do not apply to a result."""
 
@@ -172,6 +175,16 @@ def too_ragged_for_transformers(config: Mapping[str, Any], few_bits: bool = Fals
     return f"{differ} stacks low-bit ones of one width only" if few_bits else None
 
 
+def mixes_bits(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json describes experts of one layer with different bits, by their numbers."""
+    values = config.get("quantization_config")
+    groups = values.get("config_groups") if isinstance(values, dict) else None
+    if not isinstance(values, dict) or not isinstance(groups, dict):
+        return False
+    targets = [each for group in groups.values() if isinstance(group, dict) for each in group.get("targets") or ()]
+    return any(_EXPERT_NUMBERS.search(str(each)) for each in (*targets, *(values.get("ignore") or ())))
+
+
 def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | None:
     """Return the programs that load a checkpoint with this config.json, as a clause; None if transformers loads it.
 
@@ -182,6 +195,11 @@ def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | Non
         return f"only moe-compress loads it: experts of a {row.model_type} are stacked elsewhere, and here packed one by one"
     if (reason := too_ragged_for_transformers(config, few_bits)) is not None:
         return f"only moe-compress loads it: {reason}; pruned with --uniform it loads everywhere"
+    if few_bits and mixes_bits(config):
+        return (
+            "only moe-compress loads it: experts of a layer have different bits, and other programs compute all experts of "
+            "a layer with those of the first one"
+        )
     if few_bits and not row.in_transformers:
         return f"only moe-compress loads it: transformers has no {row.model_type}"
     if (reason := otherwise_in_transformers(config)) is not None:

@@ -22,7 +22,7 @@ from engine.kernels.block_types import BLOCK_KINDS
 from engine.kernels.cache_directory import cache_directory
 from engine.kernels.compiling import KERNELS, Kernel, prepare
 from engine.kernels.experts import EXPERT, EXPERTS
-from engine.kernels.forms import BLOCKS, PLAIN, Form, form_address, form_kernels
+from engine.kernels.forms import BLOCKS, MIXED, PLAIN, Form, form_address, form_kernels, own_forms
 from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.panels import multiplies_many
 from engine.kernels.parallel import TABLE_ADDRESS, threads_used, use_threads
@@ -38,6 +38,7 @@ __all__ = [
     "HEAD_NORM",
     "KERNELS",
     "LAYER",
+    "MIXED",
     "MULTIPLE_OF_OUTPUTS",
     "MULTIPLIES_BFLOAT16",
     "MULTIPLIES_INTEGERS",
@@ -58,6 +59,7 @@ __all__ = [
     "mamba2",
     "multiplies_many",
     "needed",
+    "own_forms",
     "prepare",
     "products",
     "rms_norm",

@@ -2,7 +2,8 @@
 Σ_s w_s · down_s(relu(up_s·x_s)²).
 
 Members are pairs of a token and one of its slots, sorted by expert: an expert's weights are read once for all its members.
-Experts may differ in width. Nothing is padded: the hidden units of all members lie one after another.
+Experts may differ in width. Nothing is padded: the hidden units of all members lie one after another. Matrices may differ
+in form, even those of one expert; each vector is then prepared for each matrix that multiplies it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from engine.kernels.arithmetic import exp, narrow, wide_vector
 from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.forms import form_at, form_of
+from engine.kernels.forms import form_at, form_of, scales_of
 from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
 from engine.kernels.parallel import kernels_at, loop_for
 from engine.kernels.products import MATRIX, block_rows, row_bytes, row_scale_bytes, vector_bytes
@@ -117,11 +118,27 @@ def _sort(chosen_TS: Any, ends_N: Any) -> Any:
     return used_N
 
 
+@inline
+def up_vectors(job: Any, own: Any, members: Any, size: Any) -> Any:
+    """Return how many bytes after an expert's vectors for gate those for up begin: 0 if they are the same.
+
+    size: of the largest prepared vector, in bytes.
+    """
+    if job.limit == NO_GATE:
+        return 0
+    gate, up = form_at(form_of(job.form, own.gate)), form_at(form_of(job.form, own.up))
+    return 0 if gate.prepare == up.prepare else members * size
+
+
 @helper
 def _prepare_members(job: Any, chosen_TS: Any, ends_N: Any, place_TS: Any, target: Any) -> None:
-    """Write each member's prepared vector to its place, and its number to `place_TS`."""
+    """Write each member's prepared vector to its place, and its number to `place_TS`.
+
+    With vectors for each matrix, those of an expert's members for gate lie one after another, and then those for up.
+    """
     form, hidden, begins_N = form_at(job.form), job.hidden, ends_N.copy()
     size = vector_bytes(hidden, form)
+    has_gate = job.limit != NO_GATE
     scales_TS = numba.carray(floats(job.scales), (job.tokens, job.slots))
     scaled_D = np.empty(hidden, np.float32)
     for token in range(job.tokens):
@@ -137,7 +154,18 @@ def _prepare_members(job: Any, chosen_TS: Any, ends_N: Any, place_TS: Any, targe
                 for index in range(hidden):
                     scaled_D[index] = own_D[index] * scales_TS[token, slot]
             given = address_of(scaled_D) if job.scales != 0 else address_of(own_D)
-            call(form.prepare, (given, hidden, target + member * size))
+            if form.own_vectors:
+                own, first = expert_at(job.experts + expert * EXPERT_BYTES), ends_N[expert]
+                up, place = form_at(form_of(job.form, own.up)), member - first
+                x = target + 2 * first * size
+                if has_gate:
+                    gate = form_at(form_of(job.form, own.gate))
+                    call(gate.prepare, (given, hidden, x + place * vector_bytes(hidden, gate)))
+                x += up_vectors(job, own, ends_N[expert + 1] - first, size)
+                if not has_gate or up.prepare != form_at(form_of(job.form, own.gate)).prepare:
+                    call(up.prepare, (given, hidden, x + place * vector_bytes(hidden, up)))
+            else:
+                call(form.prepare, (given, hidden, target + member * size))
             begins_N[expert] += 1
         keep(own_D)
     keep(scaled_D)
@@ -163,7 +191,7 @@ def swiglu(address: Any) -> None:
     ends_N, place_TS = np.zeros(job.count + 1, np.int64), np.empty((job.tokens, job.slots), np.int64)
     used_N = _sort(chosen_TS, ends_N)
     members, used = ends_N[-1], used_N.shape[0]
-    x_M = aligned(members * vector_bytes(job.hidden, form))
+    x_M = aligned(members * vector_bytes(job.hidden, form) * (2 if form.own_vectors else 1))
     _prepare_members(job, chosen_TS, ends_N, place_TS, address_of(x_M))
     unit_ends, middle_begins_M = np.empty(used + 1, np.int64), np.empty(members + 1, np.int64)
     _place_units(job, used_N, ends_N, unit_ends, middle_begins_M)
@@ -214,8 +242,8 @@ def units_block(address: Any, place: Any) -> None:
 def _multiply(form_address: Any, matrix: Any, first: Any, given: Any) -> None:
     """Multiply matrix rows from `first` on. given: the arguments of `MULTIPLY` after those about the weights."""
     form, inputs = form_at(form_of(form_address, matrix)), given[1]
-    values, scales = first * row_bytes(inputs, form), first * row_scale_bytes(inputs, form.group)
-    call(form.multiply, (matrix.values + values, matrix.scales + scales, form.group, *given))
+    values, scales = matrix.values + first * row_bytes(inputs, form), scales_of(form_address, matrix)
+    call(form.multiply, (values, scales + first * row_scale_bytes(inputs, form.group), form.group, *given))
 
 
 @helper
@@ -223,11 +251,15 @@ def _compute_units(job: Any, expert: Any, first: Any, count: Any) -> None:
     """Compute `count` hidden units of one expert, for all its members."""
     hidden, ends_N = job.hidden, numba.carray(integers(job.ends), (job.count + 1,))
     begin, rows = ends_N[expert], ends_N[expert + 1] - ends_N[expert]
-    x, own = job.prepared + begin * vector_bytes(hidden, form_at(job.form)), expert_at(job.experts + expert * EXPERT_BYTES)
+    size, own = vector_bytes(hidden, form_at(job.form)), expert_at(job.experts + expert * EXPERT_BYTES)
     gate, up = np.empty((rows, count), np.float32), np.empty((rows, count), np.float32)
+    x_gate = x_up = job.prepared + begin * size
+    if form_at(job.form).own_vectors:
+        x_gate = job.prepared + 2 * begin * size
+        x_up = x_gate + up_vectors(job, own, rows, size)
     if job.limit != NO_GATE:
-        _multiply(job.form, own.gate, first, (count, hidden, x, rows, address_of(gate), count))
-    _multiply(job.form, own.up, first, (count, hidden, x, rows, address_of(up), count))
+        _multiply(job.form, own.gate, first, (count, hidden, x_gate, rows, address_of(gate), count))
+    _multiply(job.form, own.up, first, (count, hidden, x_up, rows, address_of(up), count))
     if own.gate_bias != 0:
         _add_bias(own.gate_bias, first, count, gate)
         _add_bias(own.up_bias, first, count, up)
@@ -246,7 +278,19 @@ def middle_block(address: Any, member: Any) -> None:
     form = form_at(job.form)
     middle_begins_M = numba.carray(integers(job.middle_begins), (job.members + 1,))
     begin, end = middle_begins_M[member], middle_begins_M[member + 1]
-    call(form.prepare, (job.middle + 4 * begin, end - begin, job.prepared_middle + vector_bytes(begin, form)))
+    if form.own_vectors:
+        used_N = numba.carray(integers(job.used), (job.used_count,))
+        ends_N = numba.carray(integers(job.ends), (job.count + 1,))
+        place = 0
+        while ends_N[used_N[place] + 1] <= member:
+            place += 1
+        first, width = ends_N[used_N[place]], end - begin
+        own = expert_at(job.experts + used_N[place] * EXPERT_BYTES)
+        down = form_at(form_of(job.form, own.down))
+        target = job.prepared_middle + vector_bytes(middle_begins_M[first], form)
+        call(down.prepare, (job.middle + 4 * begin, width, target + (member - first) * vector_bytes(width, down)))
+    else:
+        call(form.prepare, (job.middle + 4 * begin, end - begin, job.prepared_middle + vector_bytes(begin, form)))
 
 
 @kernel(BLOCK)

@@ -2,11 +2,14 @@
 
 A form is two values: the bits of a weight, or the name of a type of blocks, and the number of weights that share a scale.
 The kernels of a form are loaded when a product with such weights is first requested. Matrices in blocks that are multiplied
-in one call may be of several types: the call has the form BLOCKS, and each matrix names its own.
+in one call may be of several types: the call has the form BLOCKS, and each matrix names its own. Experts whose matrices have
+different bits are multiplied in one call of the form MIXED: each matrix has a record of its own, with the address of its
+scales, and vectors are prepared for each matrix, not once for all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,6 +26,8 @@ PLAIN: Form = (16, 1)
 """The form of bfloat16, whose values have no scales."""
 BLOCKS: Form = ("blocks", RUN)
 """The form of matrices in blocks, which contain their scales."""
+MIXED: Form = ("mixed", RUN)
+"""The form of experts whose matrices have several forms."""
 _ROUNDED_BYTES = 5
 """Bytes of four values of a vector that is rounded to 8 bits: each 32 have a scale and a sum."""
 FORM = np.dtype(
@@ -33,6 +38,8 @@ FORM = np.dtype(
         ("bytes", np.int64),  # of so many weights
         ("vector", np.int64),  # bytes of four values of a prepared vector
         ("by_matrix", np.int64),  # whether each matrix has the address of its own form in the place of scales
+        ("own_vectors", np.int64),  # whether vectors are prepared for each matrix
+        ("scales", np.int64),  # address of the scales, in a record of one matrix
         ("multiply", np.int64),  # addresses of kernels
         ("prepare", np.int64),
         ("widen", np.int64),  # 0 for plain weights
@@ -45,6 +52,12 @@ form_at = record_at(FORM)
 def form_of(form: Any, matrix: Any) -> Any:
     """Return the address of the form of a matrix, given that of the call."""
     return matrix.scales if form_at(form).by_matrix else form
+
+
+@inline
+def scales_of(form: Any, matrix: Any) -> Any:
+    """Return the address of a matrix's scales, given the form of the call; 0 for none."""
+    return form_at(matrix.scales).scales if form_at(form).by_matrix else matrix.scales
 
 
 class _Row(NamedTuple):
@@ -62,6 +75,8 @@ class _Row(NamedTuple):
 def _row(kind: int | str) -> _Row:
     if kind == 16:
         return _Row(16, 1, 2, 4 * VALUE_BYTES, "multiply_plain", "prepare_plain")
+    if kind == MIXED[0]:
+        return _Row(8, 1, 1, max(_ROUNDED_BYTES, 4 * VALUE_BYTES))
     if isinstance(kind, int):
         numbers, size = (8, kind) if 8 % kind else (8 // kind, 1)
         return _Row(kind, numbers, size, _ROUNDED_BYTES, f"multiply_{kind}", f"prepare_{kind}", f"widen_{kind}")
@@ -85,7 +100,7 @@ def _record(form: Form) -> Any:
     record, row = np.zeros(1, FORM), _row(form[0])
     for name in ("bits", "numbers", "bytes", "vector"):
         record[name] = getattr(row, name)
-    record["group"], record["by_matrix"] = form[1], form == BLOCKS
+    record["group"], record["by_matrix"], record["own_vectors"] = form[1], form in (BLOCKS, MIXED), form == MIXED
     for name in ("multiply", "prepare", "widen"):
         record[name] = KERNELS[own].address if (own := getattr(row, name)) else 0
     return record
@@ -95,3 +110,14 @@ def _record(form: Form) -> Any:
 def form_address(form: Form) -> int:
     """Return the address of the form's record, which stays the same."""
     return int(_record(form).ctypes.data)
+
+
+def own_forms(forms: Sequence[Form], scales: Sequence[int]) -> tuple[Any, list[int]]:
+    """Return a record for each matrix of a call in the form MIXED, and the addresses of the records.
+
+    forms, scales: form and address of the scales of each matrix. The records must outlive the calls.
+    """
+    records = np.concatenate([_record(form) for form in forms])
+    records["scales"] = scales
+    first = int(records.ctypes.data)
+    return records, [first + place * FORM.itemsize for place in range(len(records))]

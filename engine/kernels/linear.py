@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.kernels.block_weight import BlockWeight
 from engine.kernels.kernel_choice import TORCH, KernelChoice, is_served, loaded_kernels
-from engine.kernels.quantized_weight import LowBitWeight, Weight
+from engine.kernels.quantized_weight import LowBitWeight, QuantizedWeight, Weight
 
 WIDEN_FROM_ROWS = 4
 """Minimum number of rows for widening. Fewer rows are multiplied one by one: each reads the weight once, which costs less
@@ -127,10 +127,37 @@ def embedding(tokens: Tensor, weight_VD: Tensor | BlockWeight, dtype: torch.dtyp
 
 def kernel_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int | str, int] | None:
     """Return the form that all these weights share, as the kernels need it; None if the kernels cannot serve the weights."""
-    forms = {
-        each.product_form(kernels) if isinstance(each, LowBitWeight) else _plain_form(kernels, each) for each in weights
-    }
+    forms = {_own_form(kernels, each) for each in weights}
     return forms.pop() if len(forms) == 1 else None
+
+
+def expert_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int | str, int] | None:
+    """Return the form in which the kernels multiply these matrices of experts in one call; None if they cannot."""
+    forms = {_own_form(kernels, each) for each in weights}
+    if None in forms:
+        return None
+    form: tuple[int | str, int] = forms.pop() if len(forms) == 1 else kernels.MIXED
+    return form
+
+
+def places_of(kernels: Any, weights: Sequence[Weight], form: tuple[int | str, int]) -> tuple[list[tuple[int, int]], Any]:
+    """Return the addresses of matrices for a call in this form, and an object that must live as long as they are used."""
+    places = [addresses(weight) for weight in weights]
+    if form != kernels.MIXED:
+        return places, None
+    is_packed = [isinstance(weight, QuantizedWeight) for weight in weights]
+    scales = [scale if packed else 0 for (_, scale), packed in zip(places, is_packed, strict=True)]
+    records, own = kernels.own_forms([_record_form(kernels, weight) for weight in weights], scales)
+    return [(values, place) for (values, _), place in zip(places, own, strict=True)], records
+
+
+def _record_form(kernels: Any, weight: Weight) -> Any:
+    """Return the form that a matrix alone is multiplied in: for one in blocks, that of its own type."""
+    return weight.widened_form(kernels) if isinstance(weight, BlockWeight) else _own_form(kernels, weight)
+
+
+def _own_form(kernels: Any, weight: Weight) -> Any:
+    return weight.product_form(kernels) if isinstance(weight, LowBitWeight) else _plain_form(kernels, weight)
 
 
 def _plain_form(kernels: Any, weight: Tensor) -> tuple[int | str, int] | None:

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.arithmetic import as_float, narrow, narrow_pair
 from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.forms import form_at, form_of
+from engine.kernels.forms import form_at, form_of, scales_of
 from engine.kernels.instructions import FLOATS, INDEX, INT, INTS, LANES, add_pairs, at, fetch, load, loop
 from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS
 from engine.kernels.memory import address_of, aligned, call, halves, integers, keep, pairs
@@ -209,7 +209,8 @@ def plain_rows(form_address: Any, matrix: Any, first: Any, count: Any, inputs: A
     if form.bits == 16:
         return numba.carray(halves(matrix.values + first * row_bytes(inputs, form)), (count * inputs,))
     rows = np.empty(count * inputs, np.uint16)
-    call(form.widen, (matrix.values, matrix.scales, form.group, first, count, inputs, address_of(rows)))
+    scales = scales_of(form_address, matrix)
+    call(form.widen, (matrix.values, scales, form.group, first, count, inputs, address_of(rows)))
     return rows
 
 

@@ -21,7 +21,7 @@ from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import Checkpoint, prediction_rule
 from engine.checkpoint.family_code import PLACES_KEY, own_class
 from engine.checkpoint.model_directory import check_generation
-from engine.checkpoint.pack_quantized import CONFIG_KEY, PACKED, QuantizedView, schemes_of
+from engine.checkpoint.pack_quantized import CONFIG_KEY, PACKED, QuantizedView, counted_by_bits, schemes_of
 from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
@@ -543,6 +543,11 @@ class AdaptedCheckpoint(Checkpoint):
         """Storage schemes that at least one weight uses."""
         used = {view.scheme for view in self.low_bit.values()}
         return tuple(scheme for scheme in self.schemes if scheme in used)
+
+    @property
+    def parameters_by_bits(self) -> dict[int, int]:
+        """Number of parameters that are packed integers, by their bits."""
+        return counted_by_bits(self.low_bit.values())
 
     @property
     def prediction_layers(self) -> int:

@@ -32,8 +32,8 @@ from engine.decoder.routing import NO_EXPERT, Selection
 from engine.errors import UnsupportedError
 from engine.families.layer_config import Activation, ClampedSwiglu, GatedGelu
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice, is_served, prepare_decoding
-from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, serves_rows, transposed_linear
-from engine.kernels.quantized_weight import Weight
+from engine.kernels.linear import as_bfloat16, expert_form, linear, places_of, serves_rows, transposed_linear
+from engine.kernels.quantized_weight import LowBitWeight, Weight
 from engine.transformers_models.low_bit_weights import LowBitStack
 
 NAME = "moe-compress"
@@ -248,6 +248,8 @@ class Table:
     """Form of the weights, as the kernels need it."""
     takes_many: bool = False
     """Whether the kernels for many tokens support the shapes."""
+    kept: Any = None
+    """Records to which the rows have addresses."""
 
 
 _tables: WeakKeyDictionary[nn.Module, Table] = WeakKeyDictionary()
@@ -313,13 +315,17 @@ def _new_table(kernels: Any, experts: StackedExperts, origin: tuple[Any, ...]) -
     module, width = experts.module, experts.width
     is_plain = module.has_gate and not (module.has_bias or module.has_post_expert_norm)
     matrices = _matrices(experts) if is_plain else []
-    form = kernel_form(kernels, [each for own in matrices for each in own])
+    every = [each for own in matrices for each in own]
+    form = expert_form(kernels, every)
     gate = None if form is None else compiled_gate(module, width)
     if form is None or gate is None:
         return Table(origin, None)
-    prepare_decoding(torch.bfloat16, experts.sample.device, lambda loaded: loaded.needed(form[:1], is_whole=False))
-    rows = kernels.expert_table((list(map(addresses, own)), width) for own in matrices)
-    return Table(origin, rows, gate[0], form, serves_rows(kernels, matrices[0], many=True))
+    kinds = sorted({each.kind for each in every if isinstance(each, LowBitWeight)}, key=str)
+    prepare_decoding(torch.bfloat16, experts.sample.device, lambda loaded: loaded.needed(kinds, is_whole=False))
+    places, kept = places_of(kernels, every, form)
+    starts = range(0, len(places), len(matrices[0]))
+    rows = kernels.expert_table((places[start : start + len(matrices[0])], width) for start in starts)
+    return Table(origin, rows, gate[0], form, serves_rows(kernels, matrices[0], many=True), kept)
 
 
 def _matrices(experts: StackedExperts) -> list[tuple[Weight, ...]]:

@@ -262,8 +262,8 @@ def test_bad_models_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(remote_code, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match="transformers reads low-bit weights only if compressed-tensors is installed"):
         remote_code.check_loadable(small.directory, small.raw_config)
-    with pytest.raises(OptionError, match="bits is 3; it must be 8 or 4"):
-        QuantiserOptions(3).check(small.config)
+    with pytest.raises(OptionError, match="bits is 5; it must be one of 2, 3, 4, 8"):
+        QuantiserOptions(5).check(small.config)
 
 
 # Scales by activations

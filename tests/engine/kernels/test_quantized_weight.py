@@ -18,7 +18,7 @@ from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import concatenation_plan, pruning_plan, same_plan
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.pack_quantized import schemes_of, tensors_of
+from engine.checkpoint.pack_quantized import QuantizedView, schemes_of, tensors_of
 from engine.decoder.experts import Expert
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
@@ -26,10 +26,11 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.families.results import loading_note
 from engine.families.tensor_names import expert_tensor
 from engine.families.tensor_shapes import names_on_disk
+from engine.files.safetensors_file import SafetensorsFile
 from engine.generation.generate import Engine
 from engine.kernels.kernel_choice import DECODING
-from engine.kernels.quantized_weight import QuantizedWeight, quantise
-from engine.kernels.scheme import WHOLE_ROW, Scheme
+from engine.kernels.quantized_weight import QuantizedWeight, packed, quantise, unpacked
+from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
 
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = ("mixtral", "qwen2_moe", "llama_moe", "granitemoeshared", "phimoe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
@@ -40,6 +41,12 @@ single block, and a dense model."""
 FAMILIES = pytest.mark.parametrize("family", KINDS)
 DIVISIBLE = {family: {"q_lora_rank": 24} for family in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")}
 """Sizes that are multiples of 8, where conftest has others."""
+
+
+SHARES = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8)}
+SHARES[3] = (1.0, 1.1, 0.9, 0.8, 0.7, 0.6, -1.1, -1.0, -0.9, -0.8, -0.7)
+SHARES[2] = (1.0, 1.2, 1.1, 0.9, 0.8, 0.7, 0.6, 0.5, -1.2, -1.1, -1.0, -0.9, -0.8, -0.7, -0.6, -0.5)
+"""Scales that are tried, as parts of that with which the largest weight becomes the lowest value."""
 
 
 def packed_rows(values: list[list[int]], bits: int) -> Tensor:
@@ -55,8 +62,11 @@ def unpacked_rows(words: Tensor, bits: int, inputs: int) -> list[list[int]]:
     return [[number >> (bits * place) & (2**bits - 1) for place in range(inputs)] for number in numbers]
 
 
-def naive_weights(directory: Path, bits: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return every tensor of a checkpoint by its name in a decoder, packed ones as scale · (stored − 2^(bits−1))."""
+def naive_weights(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return every tensor of a checkpoint by its name in a decoder, packed ones as scale · (stored − 2^(bits−1)).
+
+    Rows fill whole words, whose number says how many bits a weight has.
+    """
     stored = load_file(directory / "model.safetensors")
     names = {on_disk: name for name, on_disk in names_on_disk(Checkpoint(directory).config).items()}
     packed = [name.removesuffix("_packed") for name in stored if name.endswith("_packed")]
@@ -66,6 +76,7 @@ def naive_weights(directory: Path, bits: int, dtype: torch.dtype = torch.float32
         if name.endswith("_packed"):
             own = name.removesuffix("_packed")
             (outputs, inputs), scales = stored[f"{own}_shape"].tolist(), stored[f"{own}_scale"]
+            bits = words.shape[1] * 32 // inputs
             values = torch.tensor(unpacked_rows(words, bits, inputs)) - 2 ** (bits - 1)
             wide = values * scales.double().repeat_interleave(inputs // scales.shape[1], dim=1)
             assert wide.shape == (outputs, inputs)
@@ -94,6 +105,9 @@ def quantised(family: str, path: Path, bits: int, group_size: int = 8, **options
         (8, [-32.0, 31.75, 0.0, 0.25], 0.25, 0x8180FF00),
         (8, [-128.0, 2.5, 3.5, 126.6], 1.0, 0xFF848200),  # ties to even: 2 and 4
         (4, [0.0] * 8, 0.0, 0x88888888),
+        # 0, 1, 2, 3 repeated, each in two bits from the lowest ones on: 0b11100100 in each byte.
+        (2, [-1.0, -0.5, 0.0, 0.5] * 4, 0.5, 0xE4E4E4E4),
+        (2, [1.0, 0.5, 0.0, -0.5] * 4, -0.5, 0xE4E4E4E4),
     ],
 )
 def test_by_hand(bits: int, weights: list[float], scale: float, word: int) -> None:
@@ -105,40 +119,80 @@ def test_by_hand(bits: int, weights: list[float], scale: float, word: int) -> No
         assert rounded.dequantised(torch.float32).tolist() == [weights]
 
 
+def tried(own: Tensor, scale: Tensor, middle: int) -> tuple[float, float, Tensor]:
+    """Return the squared error of a group with a scale, the scale, and the integers."""
+    values = (own / scale).round().clamp(-middle, middle - 1)
+    return float((values * scale - own).square().sum()), float(scale), values
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 8), (4, WHOLE_ROW), (8, 8), (8, WHOLE_ROW)])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 8), (4, WHOLE_ROW), (8, 8), (8, WHOLE_ROW), (2, 16), (3, 32)])
 def test_rounding_equals_a_naive_one(bits: int, group_size: int, scale_dtype: torch.dtype, monkeypatch: Any) -> None:
     monkeypatch.setattr("engine.kernels.quantized_weight._ROUND_ELEMENTS", 64)  # several pieces even for small weights
-    weight = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
+    inputs = 64 if bits < 4 else 24
+    weight = torch.randn(5, inputs, generator=torch.Generator().manual_seed(0))
     rounded = quantise(weight, bits, group_size, scale_dtype)
-    size, middle = 24 if group_size == WHOLE_ROW else group_size, 2 ** (bits - 1)
-    found = unpacked_rows(tensors_of("w", rounded)["w_packed"], bits, 24)
+    size, middle = inputs if group_size == WHOLE_ROW else group_size, 2 ** (bits - 1)
+    found = unpacked_rows(tensors_of("w", rounded)["w_packed"], bits, inputs)
     for row in range(5):
         for group, own in enumerate(weight[row].split(size)):
             best = (float("inf"), 0.0, own)
             largest = own[own.abs().argmax()]
-            for share in (1.0, 0.95, 0.9, 0.85, 0.8) if bits == 4 else (1.0,):
+            for share in SHARES[bits]:
                 scale = (-largest * share / middle).to(scale_dtype).float()
-                values = (own / scale).round().clamp(-middle, middle - 1)
-                error = float((values * scale - own).square().sum())
-                best = min(best, (error, float(scale), values), key=lambda tried: tried[0])
+                best = min(best, tried(own, scale, middle), key=lambda each: each[0])
+            if bits < 4:  # the scale that suits the integers best
+                scale = ((own * best[2]).sum() / best[2].square().sum()).to(scale_dtype).float()
+                best = min(best, tried(own, scale, middle), key=lambda each: each[0])
             assert float(rounded.scales_OC[row, group]) == best[1]
             assert found[row][group * size : (group + 1) * size] == (best[2] + middle).int().tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_stored_stands_for_one_product_rounded_once(bits: int, scale_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
-    rounded = quantise(weight, bits, 8, scale_dtype)
-    values = torch.tensor(unpacked_rows(tensors_of("w", rounded)["w_packed"], bits, 16)) - 2 ** (bits - 1)
-    exact = values.double() * rounded.scales_OC.double().repeat_interleave(8, dim=1)
+@pytest.mark.parametrize(("bits", "group"), [(2, 16), (3, 32), (4, 8), (8, 8), (2, WHOLE_ROW), (3, WHOLE_ROW)])
+def test_what_is_stored_stands_for_one_product_rounded_once(
+    bits: int, group: int, scale_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    inputs = 64 if bits < 4 else 16
+    weight = torch.randn(6, inputs, generator=torch.Generator().manual_seed(0))
+    rounded = quantise(weight, bits, group, scale_dtype)
+    values = torch.tensor(unpacked_rows(tensors_of("w", rounded)["w_packed"], bits, inputs)) - 2 ** (bits - 1)
+    exact = values.double() * rounded.scales_OC.double().repeat_interleave(rounded.group_size, dim=1)
     got = rounded.dequantised(dtype)
     assert got.dtype == dtype and got.is_contiguous()
     assert torch.equal(got, exact.to(dtype if dtype != torch.bfloat16 else torch.float32).to(dtype))
-    again = quantise(got, bits, 8, scale_dtype)
-    assert torch.equal(again.packed_OB, rounded.packed_OB), "rounding what was rounded changes nothing"
+    if bits >= 4:
+        again = quantise(got, bits, group, scale_dtype)
+        assert torch.equal(again.packed_OB, rounded.packed_OB), "rounding what was rounded changes nothing"
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, WHOLE_ROW])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_width_and_group_goes_to_disk_and_back(bits: int, group: int, tmp_path: Path) -> None:
+    weight = quantise(torch.randn(6, 256, generator=torch.Generator().manual_seed(0)), bits, group, torch.bfloat16)
+    values = torch.randint(0, 2**bits, (6, 256), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    weight.packed_OB = packed(values, bits)
+    stored = tensors_of("w", weight)
+    assert torch.equal(stored["w_packed"], packed_rows(values.tolist(), bits))
+    assert torch.equal(unpacked(weight.packed_OB, bits).to(torch.uint8), values)
+    size, groups = 256 if group == WHOLE_ROW else group, 1 if group == WHOLE_ROW else 256 // group
+    assert sum(tensor.nbytes for tensor in stored.values()) == 6 * (256 * bits // 8 + 2 * groups) + 16
+    save_file(stored, tmp_path / "w.safetensors")
+    with SafetensorsFile(tmp_path / "w.safetensors") as file:
+        view = QuantizedView("w", (6, 256), dict.fromkeys(stored, file), [Scheme(each, group) for each in BITS])
+        back = view.weight()
+        assert (view.scheme, back.group_size) == (Scheme(bits, group), size)
+        exact = (values.double() - 2 ** (bits - 1)) * weight.scales_OC.double().repeat_interleave(size, dim=1)
+        assert torch.equal(back.dequantised(torch.float64), exact)
+
+
+def test_three_bits_cross_words_by_hand() -> None:
+    """The eleventh of 32 integers is in bits 30, 31 and 32; the first word ends with its two low bits."""
+    values = torch.zeros(1, 32, dtype=torch.uint8)
+    values[0, 0], values[0, 10], values[0, 31] = 1, 7, 5
+    words = packed(values, 3).view(torch.int32)
+    assert words.tolist() == [[1 + (3 << 30) - 2**32, 1, (5 << 29) - 2**32]]
 
 
 # On disk and in the decoder
@@ -157,7 +211,7 @@ def prefill_and_steps(decoder: Decoder) -> Tensor:
 @FAMILIES
 def test_logits_equal_those_of_a_plain_model_with_the_same_weights(family: str, bits: int, tmp_path: Path) -> None:
     checkpoint = quantised(family, tmp_path, bits)
-    naive = naive_weights(tmp_path / "quantised", bits)
+    naive = naive_weights(tmp_path / "quantised")
     assert checkpoint.shapes.keys() <= naive.keys()
     packed = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
     logits = prefill_and_steps(packed)
@@ -301,7 +355,7 @@ def change_config(directory: Path, change: Any) -> None:
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config"),
         ("transform_config", {"config_groups": {}}, "transform_config"),
         ("config_groups.group_0.input_activations", {"num_bits": 8}, "input_activations"),
-        ("config_groups.group_0.weights.num_bits", 3, "weights.num_bits is 3, and the engine reads 8 or 4"),
+        ("config_groups.group_0.weights.num_bits", 5, "weights.num_bits is 5, and the engine reads 2 or 3 or 4 or 8"),
         ("config_groups.group_0.weights.num_bits", True, "weights.num_bits is True"),
         ("config_groups.group_0.weights.type", "float", "weights.type"),
         ("config_groups.group_0.weights.symmetric", False, "weights.symmetric"),
@@ -341,6 +395,29 @@ def test_harmless_settings_are_let_through() -> None:
     assert schemes_of({"quantization_config": CONFIG | more}) == (Scheme(4, 8),)
     assert schemes_of({}) == schemes_of({"quantization_config": None}) == ()
     assert schemes_of({"quantization_config": CONFIG | {"quant_method": "fp8"}}) == (), "another form"
+
+
+@pytest.mark.parametrize(
+    ("schemes", "words", "said"),
+    [
+        ((Scheme(3, 64),), 7, "match no group"),  # ten integers of 3 bits in a word, as older programs pack them
+        ((Scheme(3, WHOLE_ROW), Scheme(2, WHOLE_ROW)), 6, None),
+        ((Scheme(4, WHOLE_ROW), Scheme(3, WHOLE_ROW)), 1, "may be of 4 and of 3 bits"),
+    ],
+)
+def test_rows_whose_words_do_not_say_their_bits(
+    schemes: tuple[Scheme, ...], words: int, said: str | None, tmp_path: Path
+) -> None:
+    inputs = 8 if words == 1 else 64
+    tensors = {"w_packed": torch.zeros(4, words, dtype=torch.int32), "w_scale": torch.ones(4, 1).bfloat16()}
+    save_file(tensors | {"w_shape": torch.tensor([4, inputs])}, tmp_path / "w.safetensors")
+    with SafetensorsFile(tmp_path / "w.safetensors") as file:
+        places = dict.fromkeys(("w_packed", "w_scale", "w_shape"), file)
+        if said is None:
+            assert QuantizedView("w", (4, inputs), places, schemes).scheme == schemes[0]
+        else:
+            with pytest.raises((CheckpointError, UnsupportedError), match=said):
+                QuantizedView("w", (4, inputs), places, schemes)
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -1,0 +1,82 @@
+"""Different bits for each matrix of each expert, in one model.
+
+    options = mixed_widths(config, {(0, 3, UP): 2, (0, 3, DOWN): 4})    # layer 0, expert 3; all others keep their dtype
+    apply(plan, checkpoint, directory, quantiser=Quantiser(options))
+
+`write_mixed_widths` (compress/plans/mixed_model.py) does both steps for a model that keeps its experts. The options are
+those of any rounding, so `round_layers` (GPTQ) rounds such models too; activation-aware scales are chosen for one width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from compress.options.quantize import QuantiserOptions
+from engine.errors import OptionError
+from engine.families.config import DecoderConfig
+from engine.families.tensor_names import expert_tensor, ffn_parts
+from engine.families.tensor_shapes import feed_forward_weights
+from engine.kernels.scheme import BITS, Scheme
+
+PLAIN_BITS = 16
+"""Bits of a matrix that keeps its dtype."""
+Widths = Mapping[tuple[int, int, int], int]
+"""Bits of matrices of routed experts, by decoder layer, expert and projection (engine.families.experts: GATE, UP, DOWN)."""
+
+
+@dataclass(frozen=True)
+class MixedWidths(QuantiserOptions):
+    """How the matrices of one model are rounded, each to its own bits. `mixed_widths` makes it."""
+
+    by_name: Mapping[str, int] = field(default_factory=dict)
+    """Bits of each rounded matrix."""
+
+    def scheme_of(self, name: str) -> Scheme:
+        """Return the storage scheme of one weight."""
+        return Scheme(self.by_name[name], self.group_size) if name in self.by_name else super().scheme_of(name)
+
+    def names(self, config: DecoderConfig) -> list[str]:
+        """Return the names of the weights that are quantized."""
+        return [name for name in super().names(config) if name in self.by_name]
+
+    @property
+    def bits_text(self) -> str:
+        """The widths, as a model card says them."""
+        *first, last = sorted({*self.by_name.values()})
+        return f"{', '.join(map(str, first))} or {last}" if first else str(last)
+
+
+def mixed_widths(config: DecoderConfig, widths: Widths, *, group_size: int = 32, others: int = PLAIN_BITS) -> MixedWidths:
+    """Return options that round each matrix to its own bits.
+
+    config: of the result, whose experts `widths` counts. widths: 2, 3, 4 or 8, or 16 for a matrix that keeps its dtype, as
+    matrices without an entry do. others: bits of attention, of shared experts and of dense layers. Raises OptionError for
+    matrices that the model does not have, and for groups that do not fit.
+    """
+    row, by_name = config.architecture, dict[str, int]()
+    for (layer, expert, projection), bits in widths.items():
+        moe = config.layers[layer].moe if 0 <= layer < len(config.layers) else None
+        if moe is None or not 0 <= expert < moe.experts or projection not in ffn_parts(row):
+            raise OptionError(
+                f"widths: layer {layer} has no projection {projection} of an expert {expert}; give matrices of the model"
+            )
+        by_name[expert_tensor(row, layer, expert, projection)] = bits
+    routed = {
+        expert_tensor(row, layer, expert, projection)
+        for layer, experts in config.experts_by_layer.items()
+        for expert in range(experts)
+        for projection in ffn_parts(row)
+    }
+    plain = QuantiserOptions(BITS[0], group_size)
+    by_name |= {name: others for name in plain.names(config) if name not in routed}
+    wrong = next((bits for bits in by_name.values() if bits not in (*BITS, PLAIN_BITS)), None)
+    if wrong is not None:
+        raise OptionError(f"widths: {wrong} bits; weights have one of {', '.join(map(str, BITS))} or {PLAIN_BITS}")
+    rounded = {name: bits for name, bits in by_name.items() if bits != PLAIN_BITS}
+    if not rounded:
+        raise OptionError(f"widths: every matrix has {PLAIN_BITS} bits, so nothing is rounded; copy the model instead")
+    of_mixtures = {name for layer in config.moe_layers for name in feed_forward_weights(config, layer)}
+    made = MixedWidths(min(rounded.values()), group_size, experts_only=rounded.keys() <= of_mixtures, by_name=rounded)
+    made.check(config)
+    return made
