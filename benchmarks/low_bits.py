@@ -73,7 +73,10 @@ def table(figures: dict[str, Any]) -> str:
     rows, lines = figures["rows"], []
     four = next(row for row in rows if row["title"] == TITLES[4])
     for row in rows:
-        decode, ratio = f"{row['decode']:.1f}", times(row["decode"] / four["decode"], row["decode_rounds"], four["decode_rounds"])
+        decode, ratio = (
+            f"{row['decode']:.1f}",
+            times(row["decode"] / four["decode"], row["decode_rounds"], four["decode_rounds"]),
+        )
         cells = [f"{row['prefill']:.1f}", decode if row is four else f"{decode}, {ratio}"]
         lines.append([row["title"], *cells, f"{row['bytes_per_token'] / 1e6:.0f}", f"{row['weights_bytes'] / 1e9:.2f}"])
     header = [f"{rows[0]['parameters'] / 1e9:.1f} B parameters, 6 of 64 experts, groups of {GROUP}"]
@@ -88,7 +91,9 @@ def main() -> None:
     with asked(__doc__) as (directory, arguments):
         prepare(directory, arguments.layers)
         titles = (PLAIN, *(TITLES[bits] for bits in sorted(BITS, reverse=True)), MIXED)
-        measured = bench([BenchSpec(str(directory / title)) for title in titles], cases_for(PROMPT, NEW), arguments.repetitions)
+        measured = bench(
+            [BenchSpec(str(directory / title)) for title in titles], cases_for(PROMPT, NEW), arguments.repetitions
+        )
         rows = [
             one_row(title, prefill, decode) | {"bytes_per_token": decode["weights_read_bytes_per_token"]}
             for title, prefill, decode in zip(titles, measured[::2], measured[1::2], strict=True)

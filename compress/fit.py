@@ -22,10 +22,9 @@ from calibrate.batches import training_text
 from compress.fitting.candidate import Candidate, Choice, choice_of
 from compress.fitting.costs import NOT_CORRECTED, Corrections, Option
 from compress.fitting.measured import Measuring, corrections_of
-from compress.fitting.sizes import other_matrices
 from compress.fitting.statistics import FitRun, table_of, unit_costs
 from compress.methods.inputs import Prunable
-from compress.options.fit import PLAIN_BITS, FitOptions
+from compress.options.fit import FitOptions
 from compress.plans.selection import Budget
 from compress.plans.unit_selection import default_multiple
 from compress.report.figures import FitFigures
@@ -38,7 +37,7 @@ from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.errors import OptionError
 from engine.families.tensor_names import ffn_parts
-from engine.kernels.scheme import Scheme
+from engine.kernels.scheme import PLAIN_BITS, Scheme
 from engine.progress import Progress, no_progress
 
 CHOICES = 2
@@ -174,7 +173,7 @@ def _by_bits(choice: Choice, checkpoint: Checkpoint) -> dict[str, int]:
     config = checkpoint.config
     experts = sum(len(own) for own in choice.plan.layers.values()) * len(ffn_parts(config.architecture))
     counts = Counter(choice.bits.values())
-    counts[PLAIN_BITS] = experts + len(other_matrices(config)) - len(choice.bits)
+    counts[PLAIN_BITS] = experts + len(choice.others) - len(choice.bits)
     return {str(bits): count for bits, count in sorted(counts.items()) if count}
 
 

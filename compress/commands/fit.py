@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
 from compress.commands.output import progress_bar, table
@@ -22,7 +24,7 @@ def fit(given: Given) -> Figures:
     return figures
 
 
-def frontier_rows(points: Figures) -> list[list[str]]:
+def frontier_rows(points: Sequence[Figures]) -> list[list[str]]:
     """Return the rows of the frontier, the largest model first."""
     rows = [["weights", "read for a token", "KL, predicted", "measured", "tokens/s"]]
     for point in sorted(points, key=lambda point: -point["bytes"]):

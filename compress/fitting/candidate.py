@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from compress.fitting.costs import Item, Option
-from compress.fitting.sizes import PLAIN, other_matrices
+from compress.fitting.sizes import other_matrices
 from compress.methods.inputs import MethodRun
 from compress.options.quantize import GPTQ
 from compress.plans.apply import apply
@@ -22,12 +22,13 @@ from compress.plans.plan import Plan
 from compress.plans.unit_selection import units_plan
 from compress.refit.closed_form import Refitted, refitted
 from compress.rounding.feedback_pass import round_layers
-from compress.rounding.mixed import MixedWidths
+from compress.rounding.mixed_widths import MixedWidths
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN
 from engine.families.tensor_names import expert_tensor, ffn_parts
+from engine.kernels.scheme import PLAIN_BITS
 
 SMALLER, RESULT = "smaller", "result"
 """Directories of a candidate's models in the work directory: before it is rounded, and after."""
@@ -40,6 +41,8 @@ class Choice:
     plan: Plan
     bits: dict[str, int]
     """Bits of each matrix of the result that is rounded, by name."""
+    others: frozenset[str]
+    """Names of the matrices outside of the routed experts."""
 
     @property
     def removes(self) -> bool:
@@ -73,7 +76,8 @@ def choice_of(
                 name = expert_tensor(config.architecture, item.layer, place, part)
                 bits[name] = option.down if part == DOWN else option.readers
     plan = units_plan(kept, config.ffn_widths(), config.common_widths)
-    return Choice(plan, {name: own for name, own in bits.items() if own != PLAIN})
+    rounded = {name: own for name, own in bits.items() if own != PLAIN_BITS}
+    return Choice(plan, rounded, frozenset(other_matrices(config)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def carried_out(run: MethodRun, choice: Choice, group_size: int) -> Candidate:
     smaller = source
     if choice.removes:
         smaller = _written(Candidate(choice, refit, None), source, run.work.path / SMALLER)
-    widths = MixedWidths(choice.bits, group_size)
+    widths = rounding_of(choice, group_size)
     rounded = round_layers(
         *(smaller, run.prepared.tokens_SL, run.work.path / "rounded", widths),
         dtype=run.prepared.dtype,
@@ -101,6 +105,12 @@ def carried_out(run: MethodRun, choice: Choice, group_size: int) -> Candidate:
         progress=run.bar("rounding (layers)"),
     )
     return Candidate(choice, refit, Quantiser(widths, None, rounded, GPTQ))
+
+
+def rounding_of(choice: Choice, group_size: int) -> MixedWidths:
+    """Return the options that round the matrices of a choice, of which some have low bits."""
+    has_others = not choice.bits.keys().isdisjoint(choice.others)
+    return MixedWidths(min(choice.bits.values()), group_size, experts_only=not has_others, by_name=choice.bits)
 
 
 def _written(candidate: Candidate, source: Checkpoint, directory: Path) -> Checkpoint:

@@ -8,8 +8,8 @@ of
 - the cost of rounding each part of the expert (rounding_costs.py).
 
 The cost of rounding the other matrices is measured (divergence.py). All costs are nats per token, and predict the KL
-divergence between the predictions of the model and of the result. Interactions are left out; `Corrections` make up for them after
-a first result was measured.
+divergence between the predictions of the model and of the result. Interactions are left out; `Corrections` make up for them
+after a first result was measured.
 
 Shape suffixes: I items, O options, F expert width, B widths.
 """
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from compress.fitting.choices import Limit, choose
 from compress.fitting.rounding_costs import DOWN, PARTS, READERS
-from compress.fitting.sizes import PLAIN, Sizes, kept_levels
+from compress.fitting.sizes import Sizes, kept_levels
+from engine.kernels.scheme import PLAIN_BITS
 
 MOST_LEVELS = 16
 """Most numbers of hidden units that an expert may keep, beside none."""
@@ -37,9 +38,9 @@ class Option(NamedTuple):
 
     units: int
     """Hidden units that stay; 0 for an expert that goes."""
-    readers: int = PLAIN
+    readers: int = PLAIN_BITS
     """Bits of the matrices that read the layer's input."""
-    down: int = PLAIN
+    down: int = PLAIN_BITS
     """Bits of the down projection."""
 
 
@@ -153,12 +154,12 @@ def table(
     """Return the table.
 
     widths: the bits to choose from, below 16, in the order of `rounding`. scores: of hidden units, in nats per token, [F]
-    for each expert, by layer. rounding: costs [N, B] of each part, by layer. shares: how many of the tokens each expert gets.
+    for each expert, by layer. rounding: costs [N, B] of each part, by layer. shares: of the tokens that each expert gets.
     others: measured cost of rounding the other matrices, by bits. multiple: of hidden units that stay; None where none may
     go. least_experts: how many experts of a layer stay at least; those whose removal costs most cannot go. keeps_plain:
     whether matrices may stay as they are.
     """
-    plain, items = {PLAIN: 0.0} if keeps_plain else {}, []
+    plain, items = {PLAIN_BITS: 0.0} if keeps_plain else {}, []
     for layer, own_scores in scores.items():
         whole = torch.tensor([float(own.sum()) for own in own_scores])
         staying = set(whole.argsort(descending=True, stable=True)[:least_experts].tolist())

@@ -1,20 +1,20 @@
 """The choices of a run, carried out and measured: points of the frontier of size against divergence.
 
 A choice is measured as a whole, and in parts: the routed experts of a band of layers alone, and the other matrices alone,
-in an otherwise unchanged model. The parts say by how much each band's predicted divergence is off, and their sum says how the
-bands act together. Both correct the costs (`corrections`).
+in an otherwise unchanged model. The parts say by how much each band's predicted divergence is off, and their sum says how
+the bands act together. Both correct the costs (`corrections`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from compress.fitting.candidate import Candidate, Choice, carried_out, smaller_of, written
 from compress.fitting.costs import Corrections, Divergence, Factors, Option, Table
 from compress.fitting.divergence import Reference
-from compress.fitting.sizes import other_matrices
 from compress.fitting.statistics import FitRun, pruning_run, reference
 from compress.fitting.substitution import with_blocks_of, with_matrices_of
 from compress.run.work_directory import WorkDirectory
@@ -82,7 +82,7 @@ class Measuring:
             if smaller is not None:
                 removal = full.divergence(full.checkpoint, with_blocks_of(smaller, band, *place))
             found[band[0]] = Divergence(removal, both - removal)
-        names = [name for name in other_matrices(full.checkpoint.config) if name in choice.bits]
+        names = choice.others & choice.bits.keys()
         others = full.divergence(full.checkpoint, with_matrices_of(result, names, *place)) if names else 0.0
         return found | {OTHERS: Divergence(0.0, others)}
 
@@ -105,7 +105,7 @@ def bands(layers: Sequence[int]) -> list[list[int]]:
     """Return the MoE layers in at most MOST_BANDS groups of neighbors, of nearly equal size."""
     count = min(MOST_BANDS, len(layers))
     ends = [round(place * len(layers) / count) for place in range(count + 1)]
-    return [list(layers[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+    return [list(layers[start:end]) for start, end in pairwise(ends)]
 
 
 def corrections_of(point: Mapping[str, Any], predicted: Mapping[int, Divergence]) -> Corrections:

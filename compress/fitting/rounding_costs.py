@@ -2,8 +2,8 @@
 
 An expert's matrices are rounded with error feedback (compress/rounding/gptq.py) to every width in turn, and its outputs on
 the tokens that chose it are compared with those of the unrounded expert. With Δy the change of an output, w the weight by
-which the block multiplies it, and G the mean square of ∂L/∂y in each dimension of the block's output (unit_fisher.py), the loss
-grows by
+which the block multiplies it, and G the mean square of ∂L/∂y in each dimension of the block's output (unit_fisher.py), the
+loss grows by
 
     cost = ½ · Σ_t Σ_d G_d · w_t² · Δy_td² / T      in nats per token
 
@@ -33,6 +33,7 @@ from engine.decoder.model import DecoderLayer
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
+from engine.kernels.quantized_weight import as_tensor
 from engine.kernels.scheme import Scheme
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
@@ -139,8 +140,9 @@ class _Trials:
     def __init__(
         self, moments: NetworkMoments, mean_DD: Tensor, schemes: Sequence[Scheme], scale_dtype: torch.dtype
     ) -> None:
-        self._network, down = moments.network, moments.network.down_DF
-        self._readers = [each for each in self._network.projections if each.dim() == 2 and each is not down]
+        self._network, down = moments.network, as_tensor(moments.network.down_DF)
+        plain = (each for each in self._network.projections if isinstance(each, Tensor))
+        self._readers = [each for each in plain if each.dim() == 2 and each is not self._network.down_DF]
         inputs_DD, units_FF = moments.moments(mean_DD)
         of_inputs, of_units = Feedback(inputs_DD), Feedback(units_FF)
 
@@ -159,7 +161,7 @@ class _Trials:
         if not len(x_RD):
             return
         scale_RD = weight_R.to(x_RD.device).float()[:, None].square() * weight_D.to(x_RD.device).float()
-        h_RF, down_DF = self._network.units(x_RD), self._network.down_DF
+        h_RF, down_DF = self._network.units(x_RD), as_tensor(self._network.down_DF)
 
         def squared(changed_RF: Tensor, with_DF: Tensor) -> float:
             return float((scale_RD * linear(changed_RF, with_DF).float().square()).sum(dtype=torch.float64))

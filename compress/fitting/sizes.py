@@ -20,10 +20,8 @@ from engine.families.tensor_shapes import (
     feed_forward_weights,
 )
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES
-from engine.kernels.scheme import Scheme
+from engine.kernels.scheme import PLAIN_BITS, Scheme
 
-PLAIN = 16
-"""The number of bits that stands for a matrix as it is stored."""
 START_BYTES = 128
 """Bytes of the length, the metadata and the padding of a file's header, at most."""
 
@@ -47,7 +45,7 @@ class Sizes:
     def matrix(self, name: str, shape: tuple[int, ...], bits: int) -> int:
         """Return the bytes of a matrix of so many bits."""
         dtype = self._dtype(name)
-        if bits == PLAIN:
+        if bits == PLAIN_BITS:
             return self.tensor(name, dtype, shape)
         parts = layout_of(name, shape, Scheme(bits, self.group_size), dtype)
         return sum(self.tensor(part, *own) for part, own in parts.items())
@@ -64,7 +62,7 @@ class Sizes:
         for part, shape in expert_shapes(config, layer, number).items():
             name = expert_tensor(config.architecture, layer, number, part)
             if part not in ffn_parts(config.architecture):  # a bias, which is never rounded
-                found += self.matrix(name, (units if shape != (config.hidden_size,) else shape[0],), PLAIN)
+                found += self.matrix(name, (units if shape != (config.hidden_size,) else shape[0],), PLAIN_BITS)
             elif part == DOWN:
                 found += self.matrix(name, (shape[0], units), down)
             else:
@@ -87,7 +85,7 @@ class Sizes:
             if name in rows:  # the experts have the rows themselves
                 found += self.tensor(name, self._dtype(name), (0, *shape[1:]))
             elif name not in experts:
-                found += self.matrix(name, shape, bits if name in rounded else PLAIN)
+                found += self.matrix(name, shape, bits if name in rounded else PLAIN_BITS)
         return found
 
     def read_of_others(self, bits: int) -> int:

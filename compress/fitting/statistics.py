@@ -17,11 +17,11 @@ from compress.methods.inputs import MethodRun, Prunable
 from compress.methods.unit_criterion import unit_directory
 from compress.methods.unit_fisher import gradients_of
 from compress.methods.unit_obs import GRADIENT_SEQUENCES, obs_scores
-from compress.options.fit import PLAIN_BITS, FitOptions
+from compress.options.fit import FitOptions
 from compress.options.prune import PruneOptions
 from compress.run.job import Run
 from compress.run.work_directory import WorkDirectory
-from engine.kernels.scheme import Scheme
+from engine.kernels.scheme import PLAIN_BITS, Scheme
 
 FitRun = Run[FitOptions, Prunable]
 

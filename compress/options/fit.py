@@ -11,12 +11,10 @@ from compress.options.quantize import ROUND
 from compress.options.refit import RefitOptions
 from compress.plans.selection import REMOVE
 from engine.errors import OptionError
-from engine.kernels.scheme import BITS
+from engine.kernels.scheme import BITS, PLAIN_BITS
 from engine.options import changed, declared, left_out, option, part, unlisted
 
 TARGET = "Target"
-PLAIN_BITS = 16
-"""The width that stands for a matrix as it is stored."""
 AUTO = "auto"
 
 

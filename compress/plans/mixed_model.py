@@ -7,11 +7,12 @@ from pathlib import Path
 
 from compress.plans.apply import apply
 from compress.plans.plan import same_plan
-from compress.rounding.mixed_widths import PLAIN_BITS, Widths, mixed_widths
+from compress.rounding.mixed_widths import Widths, mixed_widths
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import UnsupportedError
 from engine.kernels.quantized_weight import QuantizedWeight
+from engine.kernels.scheme import PLAIN_BITS
 
 
 def write_mixed_widths(

@@ -17,10 +17,8 @@ from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import expert_tensor, ffn_parts
 from engine.families.tensor_shapes import feed_forward_weights
-from engine.kernels.scheme import BITS, Scheme
+from engine.kernels.scheme import BITS, PLAIN_BITS, Scheme
 
-PLAIN_BITS = 16
-"""Bits of a matrix that keeps its dtype."""
 Widths = Mapping[tuple[int, int, int], int]
 """Bits of matrices of routed experts, by decoder layer, expert and projection (engine.families.experts: GATE, UP, DOWN)."""
 

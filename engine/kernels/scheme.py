@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 BITS = (2, 3, 4, 8)
 """Widths of low-bit weights."""
+PLAIN_BITS = 16
+"""The width that stands for a matrix that keeps its dtype, where widths are chosen or listed."""
 WHOLE_ROW = -1
 """The group size that gives each output one scale."""
 _WORD_BITS = 32

@@ -10,20 +10,19 @@ import torch
 from artifacts_for_tests import make_workplace
 from conftest import EVERY_MOE_FAMILY, others_slow, save_reference
 
-from compress.fitting.candidate import choice_of
+from compress.fitting.candidate import choice_of, rounding_of
 from compress.fitting.costs import Divergence, Factors, Item, Option, Table, table
 from compress.fitting.divergence import Reference
 from compress.fitting.measured import bands, corrections_of, weight_file_bytes
 from compress.fitting.rounding_costs import DOWN, READERS, rounding_costs
-from compress.fitting.sizes import PLAIN, Sizes, kept_levels, other_matrices
+from compress.fitting.sizes import Sizes, kept_levels, other_matrices
 from compress.fitting.substitution import rounded_layers
 from compress.plans.apply import apply
-from compress.rounding.mixed import MixedWidths
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.kernels.quantized_weight import quantise
-from engine.kernels.scheme import BITS, Scheme
+from engine.kernels.scheme import BITS, PLAIN_BITS, Scheme
 
 TOKENS = torch.randint(3, 96, (6, 24), generator=torch.Generator().manual_seed(1))
 
@@ -157,7 +156,7 @@ def test_the_files_are_as_large_as_counted(checkpoint: Checkpoint, tmp_path: Pat
     least, most = made.least_and_most()
     options = made.chosen(least + share * (most - least), None)
     choice = choice_of(made.items, options, scores, checkpoint.config)
-    quantiser = Quantiser(MixedWidths(choice.bits, 32)) if choice.bits else None
+    quantiser = Quantiser(rounding_of(choice, 32)) if choice.bits else None
     apply(choice.plan, checkpoint, tmp_path / "result", quantiser=quantiser)
     size, counted = weight_file_bytes(tmp_path / "result"), made.total_bytes(options)
     assert size <= counted <= least + share * (most - least)
@@ -177,7 +176,7 @@ def test_sizes_of_every_family(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path / "model")
     made, scores = table_for(checkpoint, multiple=None)
     options = made.chosen(None, None)
-    assert all(option.readers == PLAIN for option in options)
+    assert all(option.readers == PLAIN_BITS for option in options)
     plan = choice_of(made.items, options, scores, checkpoint.config).plan
     apply(plan, checkpoint, tmp_path / "result")
     assert weight_file_bytes(tmp_path / "result") <= made.total_bytes(options)
@@ -225,7 +224,7 @@ def test_factors_by_hand() -> None:
 
 def test_bands_by_hand() -> None:
     assert bands([0, 1, 2]) == [[0], [1], [2]]
-    assert bands([*range(1, 13)])[:3] == [[1, 2], [3], [4, 5, 6][:2]]
+    assert bands([*range(1, 13)]) == [[1, 2], [3], [4], [5, 6], [7, 8], [9], [10], [11, 12]]
 
 
 def test_a_choice_numbers_experts_anew(checkpoint: Checkpoint) -> None:

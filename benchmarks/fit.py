@@ -1,0 +1,176 @@
+"""`compress fit` beside every other way to a smaller model, at equal bytes: perplexity and divergence on held-out text.
+
+    python benchmarks/fit.py [--model demo] [--windows 256] [--rows TITLE …]
+
+Each way makes a model of its own size, and `compress fit` is then given the size of its weight files. Everything is
+calibrated on the training documents of the demo model's text, and judged on the half of the held-out documents that is for
+reports; losses are paired by document. Everything is computed in float32, so that only weights differ. Finished rows are
+kept in benchmarks/results/fit_MODEL.jsonl, and a run that was interrupted goes on with the first that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from default_method import windows_of
+from methods import MODELS
+from results import BUILD, RESULTS, ROOT, markdown, remember, remembered, save
+from torch import Tensor
+
+from compress.fitting.divergence import Reference
+from compress.fitting.measured import weight_file_bytes
+from compress.run.losses import Losses
+from compress.run.perplexity import losses
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_directory import resolve
+
+UNITS = ("prune", "--method", "unit-obs", "--sparsity")
+EXPERTS = ("prune", "--granularity", "expert", "--method")
+ROWS: dict[str, tuple[str, ...]] = {
+    "8 bits, nearest": ("quantize", "--bits", "8"),
+    "units, 25 %": (*UNITS, "0.25"),
+    "experts (fisher), 25 %": (*EXPERTS, "fisher", "--sparsity", "0.25"),
+    "experts (reap), 25 %": (*EXPERTS, "reap", "--sparsity", "0.25"),
+    "units, 50 %": (*UNITS, "0.5"),
+    "experts (fisher), 50 %": (*EXPERTS, "fisher", "--sparsity", "0.5"),
+    "experts (reap), 50 %": (*EXPERTS, "reap", "--sparsity", "0.5"),
+    "4 bits, nearest": ("quantize", "--bits", "4"),
+    "4 bits, awq": ("quantize", "--bits", "4", "--rounding", "awq"),
+    "4 bits, gptq": ("quantize", "--bits", "4", "--rounding", "gptq"),
+    "units, 75 %": (*UNITS, "0.75"),
+    "3 bits, nearest": ("quantize", "--bits", "3"),
+    "3 bits, awq": ("quantize", "--bits", "3", "--rounding", "awq"),
+    "3 bits, gptq": ("quantize", "--bits", "3", "--rounding", "gptq"),
+    "units, 50 %, then 4 bits": (*UNITS, "0.5", "--bits", "4"),
+    "experts (fisher), 50 %, then 4 bits": (*EXPERTS, "fisher", "--sparsity", "0.5", "--bits", "4"),
+    "2 bits, nearest": ("quantize", "--bits", "2"),
+    "2 bits, awq": ("quantize", "--bits", "2", "--rounding", "awq"),
+    "2 bits, gptq": ("quantize", "--bits", "2", "--rounding", "gptq"),
+}
+"""Commands by the titles of their rows, from large to small."""
+SAMPLES = 128
+
+
+def command(words: tuple[str, ...], model: str, output: Path, options: argparse.Namespace) -> None:
+    """Run a command of this package in a process of its own."""
+    shutil.rmtree(output, ignore_errors=True)
+    text = [
+        "--samples",
+        str(options.samples),
+        "--sequence-length",
+        "256",
+        "--evaluation-samples",
+        "0",
+        "--data",
+        options.data,
+    ]
+    line = [sys.executable, "-m", "cli", words[0], model, *words[1:], "-o", str(output), "--threads", "1", *text]
+    subprocess.run(line, cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+def measured(directory: Path, reference: Reference, tokens_SL: Tensor) -> dict[str, Any]:
+    """Return the size of a model, its losses on every window and its divergence."""
+    own = Checkpoint(directory)
+    found = losses(own, tokens_SL, dtype=torch.float32)
+    return {
+        "bytes": weight_file_bytes(directory),
+        "losses": [round(loss, 4) for loss in found.summed_S.tolist()],
+        "divergence": reference.divergence(own),
+    }
+
+
+def one(title: str, model: str, reference: Reference, tokens_SL: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a row: the way's result, and that of `compress fit` of the same size."""
+    place = BUILD / "fit"
+    place.mkdir(parents=True, exist_ok=True)
+    command(ROWS[title], model, place / "way", options)
+    row: dict[str, Any] = {"title": title, "way": measured(place / "way", reference, tokens_SL)}
+    command(("fit", "--target-size", str(row["way"]["bytes"])), model, place / "fitted", options)
+    row["fit"] = measured(place / "fitted", reference, tokens_SL)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=tuple(MODELS), default="demo")
+    parser.add_argument("--windows", type=int, default=256, help="held-out windows of 256 tokens")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="calibration sequences")
+    parser.add_argument("--rows", nargs="*", default=[*ROWS], choices=[*ROWS], help="titles of rows; all by default")
+    parser.add_argument("--data", default="stdlib")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    name = f"fit_{options.model.replace('-', '_')}"
+    source = Checkpoint(resolve(MODELS[options.model]))
+    windows = windows_of(options.model, "report", options.windows)
+    tokens_SL, done = windows.tokens_SL, RESULTS / f"{name}.jsonl"
+    key = [options.windows, options.samples]
+    known = {row["title"]: row for row in remembered(done) if row["key"] == key}
+    with Reference(source, tokens_SL, torch.float32) as reference:
+        full = [round(loss, 4) for loss in losses(source, tokens_SL, dtype=torch.float32).summed_S.tolist()]
+        for title in options.rows:
+            if title not in known:
+                known[title] = one(title, MODELS[options.model], reference, tokens_SL, options) | {"key": key}
+                remember(done, known[title])
+                print(json.dumps({title: {k: known[title][k]["divergence"] for k in ("way", "fit")}}), file=sys.stderr)
+    save(
+        name,
+        {
+            "model": options.model,
+            "samples": options.samples,
+            "bytes": weight_file_bytes(source.directory),
+            "windows": list(tokens_SL.shape),
+            "documents": windows.documents_S.tolist(),
+            "full": full,
+            "rows": [{key: row[key] for key in ("title", "way", "fit")} for row in known.values()],
+        },
+    )
+    done.unlink(missing_ok=True)
+
+
+def ratios(figures: dict[str, Any], row: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the perplexity ratios of a way and of `fit` to the model, and of `fit` to the way."""
+    documents_S, predictions = torch.tensor(figures["documents"]), figures["windows"][1] - 1
+    full, way, fitted = (
+        Losses(torch.tensor(each, dtype=torch.float64), predictions)
+        for each in (figures["full"], row["way"]["losses"], row["fit"]["losses"])
+    )
+    pairs = ((way, full), (fitted, full), (fitted, way))
+    return tuple(one.ratio_to(other, documents_S) for one, other in pairs)  # type: ignore[return-value]
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return the table of the page, from large results to small ones."""
+    cells = []
+    for row in sorted(figures["rows"], key=lambda row: -row["way"]["bytes"]):
+        way, fitted, between = ratios(figures, row)
+        cells.append(
+            [
+                row["title"],
+                f"{row['way']['bytes'] / 1e6:.2f}",
+                *(f"{way.value:.3f}", f"{row['way']['divergence']:.4f}"),
+                *(f"{fitted.value:.3f}", f"{row['fit']['divergence']:.4f}"),
+                f"{between.value:.3f} ({between.low:.3f} to {between.high:.3f})",
+            ]
+        )
+    count, length = figures["windows"]
+    about = (
+        f"{count} × {length} tokens of held-out documents; the model has {figures['bytes'] / 1e6:.1f} MB. Ratios are "
+        "perplexities over the model's; KL is from its predictions, in nats per token. The last column is the perplexity of "
+        "`fit` over that of the row, at the row's size, with its interval of 95 %, paired by document.\n\n"
+    )
+    head = ["", "MB", "ratio", "KL", "`fit`: ratio", "KL", "`fit` over the row"]
+    return about + markdown(head, cells)
+
+
+TABLES = {"fit_demo": table, "fit_shared_expert": table}
+
+
+if __name__ == "__main__":
+    main()
