@@ -42,6 +42,7 @@ COMPRESS = (
     "cost",
     "methods",
     "refit",
+    "fitting",
     "dense",
     "distillation",
     "classifiers",

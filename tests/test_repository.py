@@ -29,6 +29,7 @@ PROMISED = {
         "-o --output --overwrite --resume --ffns --select --distill-steps --finetune-steps --data --samples "
         "--sequence-length --statistics"
     ),
+    "fit": "-o --output --overwrite --resume --target-size --target-active --fit-to --data --samples",
     "quantize": "-o --output --overwrite --resume --bits --group-size --experts-only --activation-aware --data --samples",
     "plan-run": "--method --sparsity --samples --sequence-length --epochs --relaxation",
     "calibrate": "-o --output --overwrite --data --samples --sequence-length",

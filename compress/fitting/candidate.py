@@ -36,7 +36,7 @@ SMALLER, RESULT = "smaller", "result"
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of every expert, and of the other matrices."""
+    """The fate of every expert, and of the other matrices."""
 
     plan: Plan
     bits: dict[str, int]

@@ -48,7 +48,7 @@ class Divergence(NamedTuple):
     """A divergence in two parts, in nats per token."""
 
     removal: float = 0.0
-    """Of removing hidden units and experts."""
+    """The part of removing hidden units and experts."""
     rounding: float = 0.0
 
 
