@@ -39,6 +39,7 @@ from engine.errors import OptionError
 from engine.families.tensor_names import ffn_parts
 from engine.kernels.scheme import PLAIN_BITS, Scheme
 from engine.progress import Progress, no_progress
+from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 CHOICES = 2
 """How many choices are carried out and measured: by the predicted costs, and by the corrected ones."""
@@ -63,7 +64,9 @@ def fit(options: FitOptions, progress: Progress = no_progress) -> FitFigures:
 def prepare_fitting(options: FitOptions) -> Prunable:
     """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     options.refit.check()
-    checkpoint = open_mixture(options.model)
+    checkpoint = open_mixture(options.model, open_mixture_checkpoint)
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        raise checkpoint.refusal()
     check_plain(checkpoint)
     multiple, least = _multiple(options, checkpoint), _least_experts(options, checkpoint)
     prepared = prepare(options, checkpoint)

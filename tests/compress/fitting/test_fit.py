@@ -11,6 +11,8 @@ import torch
 from artifacts_for_tests import CALIBRATION, listing, make_workplace, refused, run
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from tiny_families import by_name, save_tiny
+from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 from compress import fit as module
@@ -116,3 +118,15 @@ def test_an_interrupted_run_gives_the_same_bytes(place: Path, monkeypatch: pytes
 )
 def test_refusals(place: Path, options: list[str], fragments: list[str]) -> None:
     refused(place, [*FIT, *options, "-o", "out"], *fragments)
+
+
+def test_a_family_that_transformers_runs_is_refused_by_name(place: Path) -> None:
+    shutil.rmtree(place / "model")
+    save_tiny(by_name("exaone_moe"), place / "model", vocab_size=VOCABULARY)
+    add_tokenizer(place / "model")
+    refused(place, [*FIT, "--target-size", "1MB", "-o", "out"], "a model of the family exaone_moe runs through transformers")
+
+
+def test_low_bit_weights_are_refused(place: Path) -> None:
+    run("quantize", "model", "--bits", "4", "--evaluation-samples", "0", "-o", "small")
+    refused(place, [FIT[0], "small", *FIT[2:], "--target-size", "1MB", "-o", "out"], "has weights of 4 bits")
