@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -27,7 +29,8 @@ from compress.methods.inputs import Prunable
 from compress.options.fit import FitOptions
 from compress.plans.selection import Budget
 from compress.plans.unit_selection import default_multiple
-from compress.report.figures import FitFigures
+from compress.report.figures import FitFigures, FrontierPoint
+from compress.report.pictures import Picture, draw_frontier
 from compress.run.claims import claims_output
 from compress.run.job import Made, Run, check_plain, check_weights, open_mixture, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
@@ -134,7 +137,7 @@ def _make(run: FitRun) -> Made:
         corrections = corrections_of(point, table.predicted(choosing))
         choosing = table.chosen(size, read, corrections)
     point, candidate = min(zip(points, candidates, strict=True), key=lambda pair: float(pair[0]["measured_kl"]))
-    figures = {
+    figures: dict[str, Any] = {
         "granularity": "unit" if candidate.choice.removes else "expert",
         "refit": candidate.refit.figures,
         "target_bytes": size,
@@ -150,7 +153,15 @@ def _make(run: FitRun) -> Made:
         *(candidate.choice.plan, options.method, candidate.refit.tensors, figures),
         title=f"{options.model}, fitted to {_in_words(size, read)}",
         quantiser=candidate.quantiser,
+        draw=lambda directory: [_frontier(directory, options, figures["frontier"], size)],
     )
+
+
+def _frontier(directory: Path, options: FitOptions, points: Sequence[FrontierPoint], size: int | None) -> Picture:
+    """Draw the choices that a run predicted and measured."""
+    carried_out = [(point["bytes"], kl) for point in points if (kl := point["measured_kl"]) is not None]
+    predicted = [(point["bytes"], point["predicted_kl"]) for point in points if point["measured_kl"] is None]
+    return draw_frontier(directory, options.output.name, predicted, carried_out, size)
 
 
 def target_size(run: FitRun) -> int | None:

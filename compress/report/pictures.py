@@ -186,6 +186,19 @@ def draw_token_accuracy(
     return save(directory, "token_accuracy", figure, "Token accuracy in training", about)
 
 
+def draw_frontier(
+    directory: Path,
+    label: str,
+    predicted: Sequence[tuple[float, float]],
+    measured: Sequence[tuple[float, float]],
+    target: float | None,
+) -> Picture:
+    """Draw the frontier of `compress fit`: (bytes, divergence) of predicted and of measured choices."""
+    figure = plots.frontier(label, predicted, measured, target)
+    about = "KL divergence of the predictions from the model's by the size of the result; the dashed line is the target."
+    return save(directory, "frontier", figure, "Divergence by size", about)
+
+
 def save(directory: Path, name: str, figure: Any, title: str, about: str, model: str = "") -> Picture:
     """Write NAME.png into the directory."""
     path = directory / f"{name}.png"

@@ -340,6 +340,37 @@ def token_accuracy(name: str, curves: Mapping[str, Sequence[tuple[int, float]]],
     return figure
 
 
+def frontier(
+    name: str, predicted: Sequence[tuple[float, float]], measured: Sequence[tuple[float, float]], target: float | None
+) -> Any:
+    """Draw divergences in nats per token by size in bytes: the predicted curve, the measured choices, and the target.
+
+    Points with a divergence of 0 are left out: the axis is logarithmic.
+    """
+    from matplotlib.figure import Figure
+
+    across, left = 4.4, 1.0
+    with style():
+        title = f"Divergence by size, {short(name)}"
+        page = Page(page_width(left + across + 0.2, title, left), 1, 2.6, title=0.36, below=0.62)
+        figure = Figure(figsize=page.size)
+        axes = page.axes(figure, 0, left, across)
+        curve = sorted((size / 1e6, value) for size, value in predicted if value > 0.0)
+        points = [(size / 1e6, value) for size, value in measured if value > 0.0]
+        axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, color=COLOURS[0], label="predicted")
+        if points:
+            axes.plot(*zip(*points, strict=True), "D", markersize=5, color=COLOURS[1], label="measured")
+        if target is not None:
+            axes.axvline(target / 1e6, color="#606060", linewidth=0.8, linestyle="--", label="target")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("weights in MB")
+        axes.set_ylabel("KL, nats per token")
+        axes.legend(frameon=False, fontsize=8)
+        page.title(figure, title, left)
+    return figure
+
+
 def search_scores(name: str, scores: SearchScores) -> Any:
     """Draw α of each expert, with removed ones crossed out, and β of each layer beside it (DiEP's figure 4)."""
     import numpy as np
