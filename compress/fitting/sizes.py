@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from compress.plans.plan import same_plan
+from compress.plans.prediction_layers import kept_prediction
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import layout_of
 from engine.families.config import DecoderConfig
@@ -81,6 +83,10 @@ class Sizes:
         }
         rows = {name for layer in config.moe_layers for name in expert_rows(config, layer)}
         found = START_BYTES * (1 + self.checkpoint.bytes // DEFAULT_SHARD_BYTES)
+        found += sum(self.tensor(name, *own) for name, own in self.checkpoint.derived.items())
+        if bits == PLAIN_BITS:  # layers for multi-token prediction stay where no matrix is rounded
+            whole = kept_prediction(same_plan(config.experts_by_layer), self.checkpoint)
+            found += sum(self.tensor(name, own.dtype, own.shape) for name, own in whole.items())
         for name, shape in expected_tensors(config).items():
             if name in rows:  # the experts have the rows themselves
                 found += self.tensor(name, self._dtype(name), (0, *shape[1:]))
