@@ -27,6 +27,7 @@ from compress.fitting.measured import Measuring, corrections_of
 from compress.fitting.statistics import FitRun, table_of, unit_costs
 from compress.methods.inputs import Prunable
 from compress.options.fit import FitOptions
+from compress.options.quantize import QuantiserOptions
 from compress.plans.selection import Budget
 from compress.plans.unit_selection import default_multiple
 from compress.report.figures import FitFigures, FrontierPoint
@@ -82,19 +83,14 @@ def prepare_fitting(options: FitOptions) -> Prunable:
 
 
 def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
-    """Return the multiple of hidden units. Raises OptionError where groups do not fill an expert's rows."""
-    config = checkpoint.config
+    """Return the multiple of hidden units. Raises OptionError where groups do not fill the rows of every matrix."""
+    for bits in options.low_bits:
+        QuantiserOptions(bits, options.group_size).check(checkpoint.config)
 
     def fits(inputs: int) -> bool:
         return all(Scheme(bits, options.group_size).fits(inputs) for bits in options.low_bits)
 
-    widths = config.ffn_widths()
-    whole = {config.hidden_size, *(width for own in widths.values() for width in own)}
-    if wrong := sorted(width for width in whole if not fits(width)):
-        raise OptionError(
-            f"groups of {options.group_size} do not fill rows of {wrong[0]} weights in whole words of 32 bits; take another "
-            "--group-size"
-        )
+    widths = checkpoint.config.ffn_widths()
     multiple = default_multiple(widths, fits) if options.unit_multiple is None else options.unit_multiple
     if not fits(multiple):
         raise OptionError(

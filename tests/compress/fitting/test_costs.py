@@ -26,11 +26,8 @@ from engine.decoder.model import Decoder
 from engine.kernels.quantized_weight import quantise
 from engine.kernels.scheme import BITS, Scheme
 
-FILLED = DIVISIBLE | {
-    "deepseek_v2": {"q_lora_rank": 24},
-    "kimi_k2": {"q_lora_rank": 24},
-    "deepseek": {"moe_intermediate_size": 24},
-}
+LATENT = ("deepseek_v2", "kimi_k2", "glm4_moe_lite")
+FILLED = DIVISIBLE | {family: {"q_lora_rank": 24} for family in LATENT} | {"deepseek": {"moe_intermediate_size": 24}}
 """Sizes that groups of 8 fill."""
 TOKENS = torch.randint(3, 96, (6, 24), generator=torch.Generator().manual_seed(1))
 

@@ -112,7 +112,7 @@ def test_an_interrupted_run_gives_the_same_bytes(place: Path, monkeypatch: pytes
         (["--target-size", "1MB", "--fit-to", "auto"], ["give one of them"]),
         (["--target-size", "1MB", "--bits", "5"], ["bits has 5", "2, 3, 4, 8, 16"]),
         (["--target-size", "1MB", "--bits", "4,4"], ["named twice"]),
-        (["--target-size", "1MB", "--group-size", "48"], ["do not fill rows", "--group-size"]),
+        (["--target-size", "1MB", "--group-size", "48"], ["groups of 48 do not fill", "--group-size"]),
         (["--target-size", "1MB", "--unit-multiple", "16"], ["unit-multiple is 16", "--unit-multiple 32"]),
     ],
 )
