@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from html import escape
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,7 +23,9 @@ from engine.errors import BusyError, CompressError
 from engine.generation.generate import Engine
 from engine.generation.options import OpenOptions
 from engine.generation.token_text import TokenText
+from engine.onnx.runtime import OnnxDecoder
 from engine.server.body_reader import unknown_model
+from engine.server.chat_page import chat_page
 from engine.server.connection import NAMESPACE, EventStream, Gone, Phase, RequestGate, error_response, while_connected
 from engine.server.errors import ApiError, api_error, no_object
 from engine.server.exchange import Exchange
@@ -68,6 +69,8 @@ class Service:
         )
         _ = engine.images_refusal  # loads what reads images before any request
         self.words = TokenText(engine.tokenizer)
+        self.skip_threshold = 0.0 if isinstance(engine.decoder, OnnxDecoder) else skip_threshold
+        """Largest threshold that a request may ask for; 0 for an export, whose own threshold is part of it."""
         self.chats = bool(engine.tokenizer.chat_template)
         """Whether the model has its own chat template."""
         self.metrics = Metrics(engine_loop.load)
@@ -82,6 +85,7 @@ class Service:
             "owned_by": "moe-compress",
             "max_model_len": self.engine_loop.max_model_length,
             "chat_template": self.chats,
+            "skip_threshold": self.skip_threshold,
         }
 
     def close(self) -> None:
@@ -294,16 +298,11 @@ def _add_figures(app: FastAPI, state: State) -> None:
 def _add_pages(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(_page())
+        return HTMLResponse(chat_page())
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return HTMLResponse(_docs(app.openapi()))
-
-
-@cache
-def _page() -> str:
-    return resources.files("engine.server").joinpath("chat_page.html").read_text(encoding="utf-8")
 
 
 def _docs(schema: dict[str, Any]) -> str:
