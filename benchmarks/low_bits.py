@@ -53,7 +53,7 @@ def random_weights(checkpoint: Checkpoint, options: QuantiserOptions) -> Callabl
 
 
 def prepare(directory: Path, layers: int) -> None:
-    """Make the model and those of few bits, if they do not exist yet."""
+    """Make the model and the low-bit ones, if they do not exist yet."""
     if not (directory / PLAIN).is_dir():
         write_random_model(directory / PLAIN, shape(layers=layers, **CHANGES) | {"vocab_size": VOCABULARY})
     checkpoint = Checkpoint(directory / PLAIN)

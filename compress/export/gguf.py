@@ -101,7 +101,7 @@ def _types(
         written = WRITTEN_TYPES[ALIASES.get(options.type, options.type)]
         return tensor_types(description, written), written
     if not checkpoint.schemes_used:
-        raise UnsupportedError("has no weights of few bits, whose types --type stored would take; give another --type")
+        raise UnsupportedError("has no low-bit weights, whose types --type stored would take; give another --type")
 
     def bits_of(source: str) -> int | None:
         scheme = checkpoint.scheme(source)

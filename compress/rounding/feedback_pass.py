@@ -35,7 +35,7 @@ from engine.passes.streaming import stream_layers
 MOMENT_BYTES = 256 << 20
 """Bytes of the moments that are summed up together; those of one network may take more."""
 MOMENT_BYTES_WITHIN_LIMIT = 32 << 20
-"""The same under a memory limit: the inputs are then read more often, from a file."""
+"""Such bytes under a memory limit, where the inputs are read more often, from a file."""
 
 
 class FeedbackRounding:
