@@ -1,35 +1,40 @@
 """Decoding of a mixture of random weights stored in 16, 8, 4, 3 and 2 bits, and in several widths at once.
 
-python benchmarks/low_bits.py [--directory DIR] [--repetitions 5] [--layers 4]
+python benchmarks/low_bits.py [--directory DIR] [--repetitions 40] [--layers 4]
 
 The model has 64 experts of 1,408 hidden units, of which a token uses 6. Attention has as many bits as the experts. In the
 last row each expert and projection has 2, 3 or 4 bits by a fixed turn, so that all are in one expert. The integers are drawn
-at random, because they do not change the time. All rows come from one run of interleaved rounds; ratios are of medians.
+at random, because they do not change the time. Times are the processor time of one thread for a token, the medians of turns
+in which every model decodes the same token: other programs on the machine delay such a token, and that is not counted, but
+they also take memory bandwidth, and that is.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_speed import asked, one_row
+from engine_speed import asked
 from random_model import shape, write_random_model
-from results import markdown, save, times
+from results import markdown, save
 
 from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply
 from compress.plans.plan import same_plan
 from compress.rounding.mixed_widths import mixed_widths
 from compress.rounding.quantizer import Quantiser
-from engine.bench.backends import BenchSpec
-from engine.bench.side_by_side import bench, cases_for
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.model import Decoder
+from engine.kernels.kernel_choice import DECODING, prepare_decoding
 from engine.kernels.quantized_weight import QuantizedWeight
 from engine.kernels.scheme import BITS
 
-PROMPT, NEW, GROUP = 128, 64, 32
+GROUP, VOCABULARY, WARM_UP = 32, 1024, 2
 CHANGES = {"hidden": 2048, "experts": 64, "top_k": 6, "width": 1408}
 PLAIN, MIXED = "bf16", "2, 3 and 4 bits"
 TITLES = {bits: f"{bits} bits" for bits in BITS}
@@ -48,9 +53,9 @@ def random_weights(checkpoint: Checkpoint, options: QuantiserOptions) -> Callabl
 
 
 def prepare(directory: Path, layers: int) -> None:
-    """Make the model and those of few bits, if they do not exist yet."""
+    """Make the model and the low-bit ones, if they do not exist yet."""
     if not (directory / PLAIN).is_dir():
-        write_random_model(directory / PLAIN, shape(layers=layers, **CHANGES) | {"vocab_size": 1024})
+        write_random_model(directory / PLAIN, shape(layers=layers, **CHANGES) | {"vocab_size": VOCABULARY})
     checkpoint = Checkpoint(directory / PLAIN)
     turns = {
         (layer, expert, projection): (2, 3, 4)[(expert + projection) % 3]
@@ -68,37 +73,60 @@ def prepare(directory: Path, layers: int) -> None:
                 (directory / title / file.name).write_bytes(file.read_bytes())
 
 
+def rounds(decoders: dict[str, Decoder], turns: int) -> dict[str, list[float]]:
+    """Return for each model the processor time of each token, in seconds."""
+    caches = {title: KeyValueCache(own.config, 1, turns + WARM_UP, own.dtype) for title, own in decoders.items()}
+    generator, found = torch.Generator().manual_seed(0), {title: list[float]() for title in decoders}
+    for turn in range(turns + WARM_UP):
+        token = torch.randint(VOCABULARY, (1, 1), generator=generator)
+        for title, decoder in decoders.items():
+            started = time.thread_time()
+            decoder.last_logits(token, None, caches[title], DECODING)
+            if turn >= WARM_UP:
+                found[title].append(time.thread_time() - started)
+    return found
+
+
 def table(figures: dict[str, Any]) -> str:
-    """Return tokens per second with their ratio to 4 bits, and bytes."""
+    """Return milliseconds per token with the speed compared with 4 bits, and bytes."""
     rows, lines = figures["rows"], []
     four = next(row for row in rows if row["title"] == TITLES[4])
     for row in rows:
-        decode, ratio = (
-            f"{row['decode']:.1f}",
-            times(row["decode"] / four["decode"], row["decode_rounds"], four["decode_rounds"]),
-        )
-        cells = [f"{row['prefill']:.1f}", decode if row is four else f"{decode}, {ratio}"]
-        lines.append([row["title"], *cells, f"{row['bytes_per_token'] / 1e6:.0f}", f"{row['weights_bytes'] / 1e9:.2f}"])
+        ratio = "" if row is four else f"{four['seconds'] / row['seconds']:.2f}×"
+        read, whole = f"{row['bytes_per_token'] / 1e6:.0f}", f"{row['weights_bytes'] / 1e9:.2f}"
+        lines.append([row["title"], f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['least_seconds']:.1f}", ratio, read, whole])
     header = [f"{rows[0]['parameters'] / 1e9:.1f} B parameters, 6 of 64 experts, groups of {GROUP}"]
-    header += [f"prefill {figures['prompt']} t/s", f"decode {figures['new']} t/s", "MB a token", "weights GB"]
+    header += ["ms a token", "fastest", "speed against 4 bits", "MB a token", "weights GB"]
     return markdown(header, lines)
 
 
 TABLES = {"low_bits": table}
 
 
+@torch.inference_mode()
 def main() -> None:
+    torch.set_num_threads(1)
     with asked(__doc__) as (directory, arguments):
         prepare(directory, arguments.layers)
-        titles = (PLAIN, *(TITLES[bits] for bits in sorted(BITS, reverse=True)), MIXED)
-        measured = bench(
-            [BenchSpec(str(directory / title)) for title in titles], cases_for(PROMPT, NEW), arguments.repetitions
-        )
+        decoders, parameters = dict[str, Decoder](), 0
+        for title in (PLAIN, *(TITLES[bits] for bits in sorted(BITS, reverse=True)), MIXED):
+            checkpoint = Checkpoint(directory / title)
+            decoders[title] = Decoder(checkpoint.config, checkpoint.weights(torch.bfloat16)).eval()
+            prepare_decoding(torch.bfloat16, torch.device("cpu"), decoders[title].kernels_needed)
+            parameters = checkpoint.parameters
         rows = [
-            one_row(title, prefill, decode) | {"bytes_per_token": decode["weights_read_bytes_per_token"]}
-            for title, prefill, decode in zip(titles, measured[::2], measured[1::2], strict=True)
+            {
+                "title": title,
+                "parameters": parameters,
+                "seconds": statistics.median(own),
+                "least_seconds": min(own),
+                "weights_bytes": decoders[title].weights_bytes,
+                "bytes_per_token": decoders[title].bytes_read_per_token([0.0] * len(decoders[title].moe_blocks)),
+                "rounds": own,
+            }
+            for title, own in rounds(decoders, arguments.repetitions).items()
         ]
-    save("low_bits", {"prompt": PROMPT, "new": NEW, "rows": rows})
+    save("low_bits", {"turns": arguments.repetitions, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -38,6 +38,14 @@ ROWS = {
     "4 bits, groups of 32, error feedback": QuantiserOptions(4),
     "4 bits, groups of 32, experts only": QuantiserOptions(4, experts_only=True),
     "4 bits, groups of 32, experts only, error feedback": QuantiserOptions(4, experts_only=True),
+    **{
+        f"{bits} bits, groups of 32{way}": QuantiserOptions(bits, experts_only="experts only" in way)
+        for bits in (3, 2)
+        for way in (
+            *("", ", activation-aware", ", error feedback"),
+            *(", experts only", ", experts only, error feedback"),
+        )
+    },
     "4 bits, whole rows": QuantiserOptions(4, WHOLE_ROW),
     "4 bits, whole rows, activation-aware": QuantiserOptions(4, WHOLE_ROW),
     "4 bits, whole rows, error feedback": QuantiserOptions(4, WHOLE_ROW),
@@ -152,6 +160,10 @@ def quoted(figures: dict[str, Any]) -> dict[str, str]:
         "feedback_rows": removed("4 bits, whole rows", "error feedback"),
         "feedback_experts": removed("4 bits, groups of 32, experts only", "error feedback"),
         "attention_mb": f"{plain / 1e6:.1f}",
+        "feedback_3": removed("3 bits, groups of 32", "error feedback"),
+        "feedback_2": removed("2 bits, groups of 32", "error feedback"),
+        "feedback_experts_3": removed("3 bits, groups of 32, experts only", "error feedback"),
+        "feedback_experts_2": removed("2 bits, groups of 32, experts only", "error feedback"),
     }
 
 

@@ -66,7 +66,7 @@ BENCHMARKS = (
     Benchmark("demo", ("demo",), ("cli.py", "compress", "calibrate", "engine"), trial=("--samples", "2")),
     Benchmark("engine_speed", ("engine_speed",), ENGINE, trial=SHORT),
     Benchmark("unit_speed", ("unit_speed",), ENGINE, trial=SHORT),
-    Benchmark("low_bits", ("low_bits",), ENGINE, arguments=("--layers", "4"), trial=SHORT),
+    Benchmark("low_bits", ("low_bits",), ENGINE, arguments=("--layers", "4", "--repetitions", "40"), trial=SHORT),
     Benchmark("dense_speed", ("dense_speed",), ENGINE, trial=SHORT),
     Benchmark(
         *("experts_implementation", ("experts_implementation",)),

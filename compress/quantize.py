@@ -15,6 +15,7 @@ from compress.plans.plan import same_plan
 from compress.report.figures import QuantizeFigures
 from compress.rounding.activation_scales import Rescaling, activation_scales, load_rescaling
 from compress.rounding.feedback_pass import FeedbackRounding, round_layers
+from compress.rounding.memory import rounding_bytes
 from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
 from compress.run.job import Made, Prepared, Run, check_plain, check_weights, prepare
@@ -24,6 +25,7 @@ from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import load_skip_tables
 from engine.errors import OptionError
+from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
@@ -44,8 +46,9 @@ def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> Quan
         return cast(QuantizeFigures, figures)
     check_outputs(options)
     prepared = prepare_quantizing(options)
+    memory = budget_for(options.memory_limit, prepared.checkpoint, _memory_demand(options, prepared))
     check_weights(prepared.checkpoint, progress)
-    run = Run(options, prepared, work, progress, started)
+    run = Run(options, prepared, work, progress, started, memory)
     return cast(QuantizeFigures, carry_out(run, lambda: _make(run)))
 
 
@@ -64,6 +67,17 @@ def prepare_quantizing(options: QuantizeOptions) -> Prepared:
     calibration = options.calibration.filled(checkpoint)
     nothing = torch.empty(0, calibration.sequence_length or 0, dtype=torch.long)
     return Prepared(checkpoint, calibration, nothing, None, None, options.dtype or checkpoint.model_dtype)
+
+
+def _memory_demand(options: QuantizeOptions, prepared: Prepared) -> MemoryDemand:
+    """Return the memory that the run needs."""
+    texts = [prepared.tokens_SL, *([] if prepared.held_out is None else [prepared.held_out.tokens_SL])]
+    length = max(1, prepared.tokens_SL.shape[1])
+    checkpoint = prepared.checkpoint
+    names = options.quantiser.names(checkpoint.config) if checkpoint.has_own_decoder else checkpoint.shapes
+    matrices = {name: checkpoint.shapes[name][-2:] for name in names}  # of stacked experts, one of the matrices
+    needed = rounding_bytes(matrices, options.quantiser, options.way)
+    return MemoryDemand(prepared.dtype, length, other_bytes=needed, tokens=max(text.numel() for text in texts))
 
 
 def _make(run: QuantizeRun) -> Made:
@@ -99,6 +113,7 @@ def _rescaling(run: QuantizeRun) -> Rescaling | None:
         dtype=prepared.dtype,
         device=options.device,
         seed=options.calibration.seed,
+        budget=run.memory_budget,
         progress=run.bar("scales (layers)"),
     )
     found.save(saved)
@@ -117,5 +132,6 @@ def _feedback(run: QuantizeRun) -> FeedbackRounding | None:
         options.quantiser,
         dtype=prepared.dtype,
         device=options.device,
+        budget=run.memory_budget,
         progress=run.bar("rounding (layers)"),
     )

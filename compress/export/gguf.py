@@ -13,7 +13,7 @@ import torch
 from calibrate.batches import calibration_texts
 from calibrate.product_inputs import InputSums, collect_inputs
 from compress.export.parity import LENGTHS, TEXTS, Allowed, Reference, check_steps, compared, sequences
-from compress.options.export import GGUF_TYPES, GgufExportOptions
+from compress.options.export import GGUF_TYPES, STORED, GgufExportOptions
 from compress.run.claims import claiming
 from engine.checkpoint.artifact import check_file_output
 from engine.checkpoint.checkpoint import Checkpoint
@@ -24,14 +24,15 @@ from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
 from engine.errors import CompressError, ExportError, UnsupportedError
-from engine.families.gguf_description import described
-from engine.families.gguf_mixes import ALIASES, WRITTEN_TYPES, tensor_types
+from engine.families.gguf_description import Description, described
+from engine.families.gguf_mixes import ALIASES, WRITTEN_TYPES, WrittenType, tensor_types, types_by_bits
 from engine.files.gguf_file import SUFFIX, check_name
+from engine.files.gguf_types import BlockType
 from engine.files.json_file import replacing
 from engine.generation.report import peak_memory_bytes
 from engine.progress import Progress, no_progress
 
-assert set(GGUF_TYPES) == {*WRITTEN_TYPES, *ALIASES}
+assert set(GGUF_TYPES) == {*WRITTEN_TYPES, *ALIASES, STORED}
 _ALLOWED = Allowed(1e-4, 1e-4)
 """Both sides compute in float32 with the numbers that the file keeps."""
 _TEXTS = (*TEXTS, "don't  stop\n\n  12345 67 héllo 🚀 你好", "he\u0301llo \u1112\u1161\u11ab", "a", "")
@@ -49,12 +50,12 @@ def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
     for output in filter(None, (options.output, options.imatrix_output)):
         check_file_output(output, options.overwrite)
     check_name(options.output)
-    checkpoint, written = Checkpoint(resolve(options.model)), WRITTEN_TYPES[ALIASES.get(options.type, options.type)]
+    checkpoint, problem = Checkpoint(resolve(options.model)), None
     try:
         description = described(checkpoint.config)
+        types, written = _types(options, checkpoint, description)
     except UnsupportedError as error:
         raise UnsupportedError(f"{options.model}: {error}") from error
-    types, problem = tensor_types(description, written), None
     try:
         tokenizer = tokenizer_metadata(checkpoint)
     except UnsupportedError as error:
@@ -90,6 +91,23 @@ def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
         "seconds": time.monotonic() - started,
         "peak_memory_bytes": peak_memory_bytes(),
     }
+
+
+def _types(
+    options: GgufExportOptions, checkpoint: Checkpoint, description: Description
+) -> tuple[dict[str, BlockType], WrittenType]:
+    """Return the type of every tensor of the file, and that of the file."""
+    if options.type != STORED:
+        written = WRITTEN_TYPES[ALIASES.get(options.type, options.type)]
+        return tensor_types(description, written), written
+    if not checkpoint.schemes_used:
+        raise UnsupportedError("has no low-bit weights, whose types --type stored would take; give another --type")
+
+    def bits_of(source: str) -> int | None:
+        scheme = checkpoint.scheme(source)
+        return None if scheme is None else scheme.bits
+
+    return types_by_bits(description, bits_of)
 
 
 class _Inputs(NamedTuple):

@@ -26,8 +26,10 @@ EXPERT_FORMS = {"moe": False, "portable": True}
 FORMAT_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
 _OLDER_TYPES = ("bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q5_k", "q4_k_m", "q4_k_s", "q4_k", "q3_k_l", "q3_k_m", "q3_k_s", "q3_k", "q2_k")
-GGUF_TYPES = (*_OLDER_TYPES, *_K_TYPES)
-"""Types that a GGUF file is written in; WRITTEN_TYPES (engine/families/gguf_mixes.py) says what each is."""
+STORED = "stored"
+"""The type of each matrix is the one of the bits in which it is stored."""
+GGUF_TYPES = (*_OLDER_TYPES, *_K_TYPES, STORED)
+"""Types that a GGUF file is written in; WRITTEN_TYPES (engine/families/gguf_mixes.py) says what each is, but STORED."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,6 @@ class QuantizeOptions(JobOptions):
     )
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")
-    memory_limit: int | None = unlisted(JobOptions, "memory_limit")
 
     def __post_init__(self) -> None:
         super().__post_init__()

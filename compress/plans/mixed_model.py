@@ -25,7 +25,7 @@ def write_mixed_widths(
     made: Callable[[str], QuantizedWeight | None] | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> Quantiser:
-    """Write a model with all its experts, each matrix with its own bits, into an empty directory; return its Quantiser.
+    """Write a model with all its experts, each matrix with its own bits, into an empty directory; return its quantizer.
 
     widths, others: see `mixed_widths`. made: returns a matrix that was rounded before, by its name (`round_layers`); others
     are rounded to nearest. Raises UnsupportedError for a model that transformers runs for us.

@@ -52,6 +52,7 @@ from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
 from engine.kernels.quantized_weight import as_tensor, quantise
 from engine.kernels.scheme import Scheme
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))
@@ -147,6 +148,7 @@ def activation_scales(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    budget: MemoryBudget = UNLIMITED,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Rescaling:
     """Return s of every layer, with one layer in memory at a time."""
@@ -162,7 +164,7 @@ def activation_scales(
         of_hidden = Inputs(block, sample_T, place=2) if block is not None and has_own_norms else None
 
         def finish() -> None:
-            search = LayerSearch(checkpoint, index, scheme, found)
+            search = LayerSearch(checkpoint, index, scheme, found, budget)
             exponents = [0.0]
             if attention is not None and of_attention is not None and not experts_only:
                 exponents = [search.attention(layer, attention, of_attention.sample_TD)]
@@ -173,7 +175,7 @@ def activation_scales(
 
         return finish
 
-    stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, progress=progress).close()
+    stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, budget=budget, progress=progress).close()
     return found
 
 
@@ -205,8 +207,11 @@ _Ffn = tuple[list[str], Expert, Tensor]
 class LayerSearch:
     """The search for one layer's s, which it stores in a Rescaling."""
 
-    def __init__(self, checkpoint: Checkpoint, index: int, scheme: Scheme, found: Rescaling) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, index: int, scheme: Scheme, found: Rescaling, budget: MemoryBudget = UNLIMITED
+    ) -> None:
         self.checkpoint, self.index, self.scheme, self.found = checkpoint, index, scheme, found
+        self._budget = budget
 
     @property
     def config(self) -> DecoderConfig:
@@ -299,8 +304,10 @@ class LayerSearch:
         """Return (α, s) with the least L."""
         s_AD = candidates(x_TD)
         scale_dtype = self.checkpoint.dtype(name)
-        error_A = sum(errors(weight_OD, rows_TD, s_AD, self.scheme, scale_dtype) for weight_OD, rows_TD in matrices)
-        assert isinstance(error_A, Tensor)
+        error_A = torch.zeros(len(s_AD), dtype=torch.float64, device=s_AD.device)
+        for weight_OD, rows_TD in matrices:
+            self._budget.relieve(self.checkpoint.release)
+            error_A += errors(weight_OD, rows_TD, s_AD, self.scheme, scale_dtype)
         best = int(error_A.argmin())
         self.found.errors.append((float(error_A[0]), float(error_A[best])))
         return EXPONENTS[best], s_AD[best].cpu()

@@ -29,11 +29,13 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
 from engine.kernels.scheme import Scheme
-from engine.passes.memory_budget import UNLIMITED
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 
 MOMENT_BYTES = 256 << 20
 """Bytes of the moments that are summed up together; those of one network may take more."""
+MOMENT_BYTES_WITHIN_LIMIT = 32 << 20
+"""Such bytes under a memory limit, where the inputs are read more often, from a file."""
 
 
 class FeedbackRounding:
@@ -66,6 +68,7 @@ def round_layers(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    budget: MemoryBudget = UNLIMITED,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> FeedbackRounding:
     """Round the matrices of every layer into `directory`. An interrupted pass resumes at its layer."""
@@ -77,10 +80,18 @@ def round_layers(
     text = Text(slice(0, len(tokens_SL)), tokens_SL.shape[1])
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None]:
-        return partial(_LayerRounding(checkpoint, index, layer, text, wanted, options, dtype).write, directory)
+        return partial(_LayerRounding(checkpoint, index, layer, text, wanted, options, (dtype, budget)).write, directory)
 
-    passed = directory / "pass"
-    stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, directory=passed, progress=progress).close()
+    stream_layers(
+        checkpoint,
+        tokens_SL,
+        visit,
+        dtype=dtype,
+        device=device,
+        budget=budget,
+        directory=directory / "pass",
+        progress=progress,
+    ).close()
     return found
 
 
@@ -99,15 +110,17 @@ class _LayerRounding:
         text: Text,
         wanted: Collection[str],
         options: QuantiserOptions,
-        dtype: torch.dtype,
+        within: tuple[torch.dtype, MemoryBudget],
     ) -> None:
+        """within: dtype and memory of the pass."""
         self._checkpoint, self._index, self._options = checkpoint, index, options
+        dtype, self._budget = within
         named = layer_weights(checkpoint.config, index, layer)
         self._names = {id(weight): name for name, weight in named if name in wanted}
         self._inputs: FfnInputs | None = None
         block, of_networks = layer.feed_forward, set[int]()
         if block is not None:
-            inputs = FfnInputs(block, text, dtype, include=("shared",), budget=UNLIMITED, release=checkpoint.release)
+            inputs = FfnInputs(block, text, dtype, include=("shared",), budget=self._budget, release=checkpoint.release)
             of_networks = {id(weight) for network in inputs.networks for weight in network.projections}
             if of_networks & self._names.keys():
                 self._inputs = inputs
@@ -125,6 +138,7 @@ class _LayerRounding:
             check_inputs(self._checkpoint, names[0], moment_II)
             feedback = Feedback(moment_II)
             for name in names:
+                self._budget.relieve(self._checkpoint.release)
                 scheme, scale_dtype = self._options.scheme_of(name), self._checkpoint.dtype(name)
                 rounded = feedback.round(source(name), scheme, scale_dtype)
                 tensors |= {f"{name}.packed": rounded.packed_OB, f"{name}.scales": rounded.scales_OC}
@@ -145,7 +159,8 @@ class _LayerRounding:
         mean_DD = self._mean_moment(self._inputs)
         networks = self._inputs.networks
         sizes = [8 * (network.width**2 + network.down_DF.shape[0] ** 2) for network in networks]
-        for group in groups_within(MOMENT_BYTES, sizes):
+        together = MOMENT_BYTES if self._budget.limit is None else MOMENT_BYTES_WITHIN_LIMIT
+        for group in groups_within(together, sizes):
             found = {number: NetworkMoments(networks[number]) for number in group}
             for batch in self._inputs.batches():
                 for number, own in found.items():

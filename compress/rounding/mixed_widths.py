@@ -1,10 +1,10 @@
 """Different bits for each matrix of each expert, in one model.
 
     options = mixed_widths(config, {(0, 3, UP): 2, (0, 3, DOWN): 4})    # layer 0, expert 3; all others keep their dtype
-    apply(plan, checkpoint, directory, quantiser=Quantiser(options))
 
-`write_mixed_widths` (compress/plans/mixed_model.py) does both steps for a model that keeps its experts. The options are
-those of any rounding, so `round_layers` (GPTQ) rounds such models too; activation-aware scales are chosen for one width.
+The options are those of any rounding: `apply` takes them in a quantizer, and `round_layers` (GPTQ) rounds such models too.
+Activation-aware scales are chosen for one width. `write_mixed_widths` (compress/plans/mixed_model.py) does both steps for a
+model that keeps its experts.
 """
 
 from __future__ import annotations

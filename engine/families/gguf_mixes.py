@@ -6,10 +6,13 @@ The rules are those of llama-quantize (github.com/ggml-org/llama.cpp, src/llama-
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from engine.errors import UnsupportedError
 from engine.families.gguf_description import Description
 from engine.families.gguf_metadata import ARCHITECTURE
 from engine.families.gguf_names import StoredTensor
@@ -123,6 +126,38 @@ def tensor_types(description: Description, written: WrittenType) -> dict[str, Bl
     """Return the type of every tensor of a file, by its name there."""
     mix = _Mix(description, written)
     return {tensor.name: mix.type_of(tensor) for tensor in description.tensors}
+
+
+_BY_BITS = {2: "Q2_K", 3: "Q3_K", 4: "Q4_0", 8: "Q8_0"}
+"""The type of matrices of packed integers, by their bits."""
+
+
+def types_by_bits(
+    description: Description, bits_of: Callable[[str], int | None]
+) -> tuple[dict[str, BlockType], WrittenType]:
+    """Return the type of every tensor of a file, each matrix in the type of its own bits, and that of most numbers.
+
+    bits_of: returns the bits of a source tensor's packed integers; None for one that is not packed, which becomes bf16.
+    Raises UnsupportedError for experts of one stack with different bits, because a stack has one type.
+    """
+    types, numbers = tensor_types(description, WRITTEN_TYPES["bf16"]), Counter[str]()
+    for tensor in description.tensors:
+        found = {bits_of(source) for source in tensor.sources}
+        if len(found) > 1:
+            said = " and ".join("bf16" if bits is None else f"{bits} bits" for bits in sorted(found, key=str))
+            raise UnsupportedError(
+                f"{tensor.name} stacks matrices of {said}, and a stack has one type in a GGUF file; take --type q4_k_m or "
+                "another type for all, or give each projection of a layer one width"
+            )
+        bits = found.pop() if found else None
+        if bits is not None and types[tensor.name].element is not None:
+            kind = _BY_NAME[_BY_BITS[bits]]
+            if tensor.shape[-1] % kind.numbers:
+                kind = _BY_NAME[_NARROWER.get(kind.name, kind.name)]
+            types[tensor.name] = _BY_NAME["F16"] if tensor.shape[-1] % kind.numbers else kind
+        numbers[types[tensor.name].name] += math.prod(tensor.shape)
+    usual = next(name for name, _ in numbers.most_common())
+    return types, next(written for written in WRITTEN_TYPES.values() if written.matrices == usual)
 
 
 class _Mix:

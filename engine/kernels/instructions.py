@@ -16,7 +16,7 @@ FLOATS, INTS, SHORTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), i
 IN_ORDER = ("contract",)
 """Flags of operations on numbers whose order stays: those without flags may be reordered (compiling.py), by how many rows a
 product has."""
-AHEAD = {16: 8192, 8: 4096, 4: 8192, 3: 8192, 2: 8192}
+AHEAD = {16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
 """Prefetch distance in bytes, for a matrix of so many bits. The processor's own prefetching stops at the end of each 4 kB,
 and out-of-order execution does not look far ahead where each byte is multiplied with several vectors."""
 

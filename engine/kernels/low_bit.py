@@ -147,7 +147,7 @@ class _MatrixRow:
         fetched = 0
         for step in range(CHUNK // unit):
             stored = unit_of_row(builder, at(builder, start, INDEX(step * unit * bits // 8), 1), bits)
-            while fetched <= step * unit * bits // 8:  # each line of memory once
+            while fetched < (step + 1) * unit * bits // 8:  # each line of memory once
                 fetch(builder, at(builder, start, INDEX(fetched + AHEAD[bits]), 1))
                 fetched += REGISTER
             first = step * unit // ROUNDED

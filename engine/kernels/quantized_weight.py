@@ -30,7 +30,7 @@ for negative fractions the other side, which is tried where one value of 8 or 4 
 """
 _FITTED_BITS = 3
 """Most bits with which the scale is fitted to the integers of the best fraction, by least squares."""
-_ROUND_ELEMENTS = 1 << 20
+ROUND_ELEMENTS = 1 << 20
 """Number of weights that are rounded at a time. It limits the memory of the temporary values."""
 
 
@@ -164,7 +164,7 @@ def quantise(
     groups = 1 if group_size == WHOLE_ROW else inputs // group_size
     packed_OB = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8, device=weight_OD.device)
     scales_OC = torch.empty(outputs, groups, dtype=scale_dtype, device=weight_OD.device)
-    step = max(1, _ROUND_ELEMENTS // inputs)
+    step = max(1, ROUND_ELEMENTS // inputs)
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         packed_OB[rows] = _rounded(weight_OD[rows].float(), bits, scales_OC[rows], importance_D)

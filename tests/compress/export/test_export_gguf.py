@@ -23,12 +23,15 @@ from compress.export import gguf as exporting
 from compress.export.gguf import export_gguf
 from compress.options.export import GgufExportOptions
 from compress.plans.apply import apply
+from compress.plans.mixed_model import write_mixed_widths
 from compress.plans.plan import pruning_plan
 from engine.checkpoint import gguf_writer
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import CompressError, ExportError, OptionError, OutputError, UnsupportedError
+from engine.families.experts import DOWN, GATE, UP
+from engine.families.tensor_names import expert_tensor
 from engine.files.gguf_file import GgufFile
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -332,3 +335,40 @@ def test_a_tokenizer_that_reads_otherwise_is_found(workplace: Path, tmp_path: Pa
 def test_options_of_the_other_format_are_refused(arguments: tuple[str, ...], says: str, workplace: Path) -> None:
     done = run("export", str(workplace / "model"), *arguments)
     assert done.exit_code == 1 and says in done.output
+
+
+@pytest.mark.parametrize(("size", "types"), [(256, ("Q2_K", "Q3_K", "Q4_0")), (64, ("Q4_0", "Q4_0", "Q4_0"))])
+def test_matrices_are_written_in_the_types_of_their_bits(size: int, types: tuple[str, ...], tmp_path: Path) -> None:
+    """Rows that blocks of 256 do not divide get the next wider type. Weights of 4 bits keep their integers."""
+    full = make(tmp_path, hidden_size=size, intermediate_size=size)
+    places = {(layer, expert) for layer, count in full.config.experts_by_layer.items() for expert in range(count)}
+    widths = {(*place, part): bits for place in places for part, bits in ((GATE, 2), (UP, 3), (DOWN, 4))}
+    write_mixed_widths(full, tmp_path / "mixed", widths, others=8)
+    mixed = Checkpoint(tmp_path / "mixed")
+    figures = export_gguf(GgufExportOptions(model=str(mixed.directory), output=tmp_path / "m.gguf", type="stored"))
+    read = GgufFile(tmp_path / "m.gguf")
+    named = dict(zip(("gate", "up", "down"), types, strict=True)) | {"attn": "Q8_0"}
+    for name, tensor in read.tensors.items():
+        if name.startswith("blk.") and "norm" not in name and "gate_inp" not in name:
+            part = "attn" if ".attn_" in name else name.split("ffn_")[1].split("_")[0]
+            assert tensor.type.name == named[part], name
+    back = Checkpoint(tmp_path / "m.gguf")
+    down = expert_tensor(full.config.architecture, 0, 0, DOWN)
+    assert torch.allclose(back.tensor(down, torch.float32), mixed.tensor(down, torch.float32), rtol=1e-3, atol=1e-6)
+    for part, most in ((GATE, 0.2), (UP, 0.1)):
+        name = expert_tensor(full.config.architecture, 1, 2, part)
+        one, other = (each.tensor(name, torch.float32) for each in (back, mixed))
+        assert float((one - other).norm() / other.norm()) < most
+    assert figures["type"] == "stored"
+
+
+def test_a_stack_of_several_widths_is_refused_with_what_works(tmp_path: Path) -> None:
+    full = make(tmp_path, **ALIGNED)
+    write_mixed_widths(full, tmp_path / "mixed", {(0, 0, UP): 4, (0, 1, UP): 2})
+    given = {"model": str(tmp_path / "mixed"), "output": tmp_path / "m.gguf"}
+    with pytest.raises(UnsupportedError, match=r"blk.0.ffn_up_exps.weight stacks matrices of 2 bits and 4 bits and bf16"):
+        export_gguf(GgufExportOptions(**given, type="stored"))
+    assert not (tmp_path / "m.gguf").exists()
+    assert export_gguf(GgufExportOptions(**given, type="q8_0"))["bytes"] > 0
+    with pytest.raises(UnsupportedError, match="has no low-bit weights"):
+        export_gguf(GgufExportOptions(model=str(full.directory), output=tmp_path / "m.gguf", type="stored", overwrite=True))

@@ -128,7 +128,7 @@ def tried(own: Tensor, scale: Tensor, middle: int) -> tuple[float, float, Tensor
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 8), (4, WHOLE_ROW), (8, 8), (8, WHOLE_ROW), (2, 16), (3, 32)])
 def test_rounding_equals_a_naive_one(bits: int, group_size: int, scale_dtype: torch.dtype, monkeypatch: Any) -> None:
-    monkeypatch.setattr("engine.kernels.quantized_weight._ROUND_ELEMENTS", 64)  # several pieces even for small weights
+    monkeypatch.setattr("engine.kernels.quantized_weight.ROUND_ELEMENTS", 64)  # several pieces even for small weights
     inputs = 64 if bits < 4 else 24
     weight = torch.randn(5, inputs, generator=torch.Generator().manual_seed(0))
     rounded = quantise(weight, bits, group_size, scale_dtype)
