@@ -134,7 +134,7 @@ class SamplingOptions:
             raise OptionError(f"top-n-sigma is {self.top_n_sigma}; it must be a number of standard deviations, or 0 (all)")
         for token, bias in self.logit_bias:
             if token < 0 or not abs(bias) <= MOST_BIAS:
-                raise OptionError(f"the logit bias of token {token} is {bias}; it must be from -{MOST_BIAS:g} to {MOST_BIAS:g}")
+                raise OptionError(f"the bias of token {token} is {bias}; it must be from -{MOST_BIAS:g} to {MOST_BIAS:g}")
 
     @property
     def changes_logits(self) -> bool:

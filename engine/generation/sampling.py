@@ -84,9 +84,7 @@ def _only(logits_BV: Tensor, allowed_BV: Tensor | None) -> Tensor:
     return logits_BV if allowed_BV is None else logits_BV.masked_fill(~allowed_BV, -torch.inf)
 
 
-def penalised(
-    logits_V: Tensor, counts: Mapping[int, int], options: SamplingOptions, prompt: Collection[int] = ()
-) -> Tensor:
+def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOptions, prompt: Collection[int] = ()) -> Tensor:
     """Return the logits [V] with the bias and the penalties. `counts`: how often each token was generated before.
 
     prompt: the tokens of the prompt, which the repetition penalty concerns too. Without bias and penalties the logits

@@ -9,6 +9,7 @@ from engine.batching.request import Request, Update
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler
 from engine.generation.generate import Engine
+from engine.generation.grammar_matcher import Grammars
 from engine.generation.text_stream import plain_text
 
 
@@ -17,7 +18,8 @@ class Served:
 
     def __init__(self, scheduler: Scheduler, engine: Engine, request: Request, number: int = 1) -> None:
         self.updates: list[Update] = []
-        surroundings = Surroundings(engine.end_tokens, partial(plain_text, engine.tokenizer), engine.device)
+        grammars = Grammars(lambda: engine.tokenizer, engine.checkpoint.config.vocabulary_size, engine.end_tokens)
+        surroundings = Surroundings(engine.end_tokens, partial(plain_text, engine.tokenizer), engine.device, grammars)
         scheduler.check(request)
         self.state = RequestState(number, request, self.updates.append, surroundings)
         scheduler.add(self.state)
