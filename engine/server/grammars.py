@@ -27,6 +27,8 @@ MOST_PATTERN_CHARACTERS = 20_000
 MOST_CHOICES = 10_000
 WHITESPACE = r"\n?[ \t]{0,20}"
 """Space between the tokens of JSON, as llama-server limits it: a model could write space without end."""
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+"""Options of schemas in llguidance, which a schema has under "x-guidance", also within a Lark grammar (`%json {...}`)."""
 STEPS = 128
 """Bytes for which a new grammar is followed."""
 _BYTES = 256
@@ -47,9 +49,8 @@ def json_schema_grammar(schema: Any, param: str = "json_schema") -> str:
     if schema is False:
         raise ApiError(400, f"{param}: no JSON follows the schema false", param=param)
     _check_size(json.dumps(schema), param)
-    options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
     given = {} if schema is True else schema
-    return _checked(_library().LLMatcher.grammar_from_json_schema(given, overrides=options), param)
+    return _checked(_library().LLMatcher.grammar_from_json_schema(given, overrides=JSON_OPTIONS), param)
 
 
 def json_object_grammar() -> str:
