@@ -111,6 +111,8 @@ class RequestState:
 
     def next_token(self, logits_V: Tensor, greedy: int) -> int:
         """Return the next token; `greedy` is the most probable one. Raises OptionError if the grammar cannot be followed."""
+        if self.matcher is not None and (token := self.matcher.only()) is not None:
+            return token  # such as most of the names and brackets of a schema; no number is drawn for it
         options, allowed_V = self.request.sampling, self._allowed(logits_V.shape[-1])
         adjusted_V = penalised(logits_V, self._counts, options, self._penalised)
         if allowed_V is not None:

@@ -72,12 +72,17 @@ class Matcher:
     def __init__(self, own: Any, vocabulary: int) -> None:
         self._own, self._vocabulary = own, vocabulary
         self._allowed_V: Tensor | None = None
+        self._is_stuck = False
+        self._only: int | None = None
 
     def prepare(self) -> None:
         """Compute which tokens may follow, for `allowed`."""
         if self._allowed_V is None:
             bits = np.frombuffer(self._own.compute_bitmask(), dtype=np.uint8)
-            self._allowed_V = torch.from_numpy(np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(bool))
+            allowed_V = np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(bool)
+            count = 0 if self._own.is_error() else np.count_nonzero(allowed_V)
+            self._allowed_V, self._is_stuck = torch.from_numpy(allowed_V), count == 0
+            self._only = int(allowed_V.argmax()) if count == 1 else None
 
     def allowed(self) -> Tensor:
         """Return which tokens may follow, bool [V] on the CPU; the end tokens are among them where the text may end.
@@ -86,9 +91,14 @@ class Matcher:
         """
         self.prepare()
         assert self._allowed_V is not None
-        if self._own.is_error() or not bool(self._allowed_V.any()):
+        if self._is_stuck:
             raise self._ended()
         return self._allowed_V
+
+    def only(self) -> int | None:
+        """Return the one token that may follow; None if several may, or none."""
+        self.prepare()
+        return self._only
 
     def take(self, token: int) -> bool:
         """Take the token that follows the text, one of the allowed ones. Returns whether only an end may follow it.

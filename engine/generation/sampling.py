@@ -81,7 +81,7 @@ def _finite(logits_BV: Tensor) -> Tensor:
 
 
 def _only(logits_BV: Tensor, allowed_BV: Tensor | None) -> Tensor:
-    return logits_BV if allowed_BV is None else logits_BV.masked_fill(~allowed_BV, -torch.inf)
+    return logits_BV if allowed_BV is None else logits_BV.where(allowed_BV, -torch.inf)
 
 
 def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOptions, prompt: Collection[int] = ()) -> Tensor:

@@ -292,7 +292,8 @@ class BodyReader:
 
     def _sampling(self, body: GenerationBody) -> dict[str, Any]:
         """Return the fields of SamplingOptions, without the seed."""
-        bias = {int(token): value for token, value in (body.logit_bias or {}).items()} if body.logit_bias else {}
+        given = body.logit_bias if isinstance(body.logit_bias, dict) else {}
+        bias = {int(token): value for token, value in given.items()}
         self._known(list(bias), "logit_bias")
         repetition = body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty
         return {

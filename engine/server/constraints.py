@@ -22,7 +22,7 @@ KINDS: dict[str, Callable[[Any, str], str]] = {
     "choice": choice_grammar,
     "grammar": lark_grammar,
 }
-"""What makes a grammar of a value and the name of its parameter, by the kind of constraint in vLLM's words."""
+"""Functions from a value and the name of its parameter to a grammar, by the kind of constraint in the words of vLLM."""
 PARAMETERS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -31,7 +31,7 @@ PARAMETERS = {
     "json_schema": "json",
     "grammar": "grammar",
 }
-"""Kinds of the parameters that are one constraint each: older ones of vLLM, and those of llama-server."""
+"""Kinds of the parameters that are one constraint each: older ones of vLLM, and those of llama.cpp's server."""
 
 
 def grammar_of(body: GenerationBody) -> str:

@@ -26,7 +26,7 @@ MOST_DEPTH = 64
 MOST_PATTERN_CHARACTERS = 20_000
 MOST_CHOICES = 10_000
 WHITESPACE = r"\n?[ \t]{0,20}"
-"""Space between the tokens of JSON, as llama-server limits it: a model could write space without end."""
+"""Space between the tokens of JSON, as llama.cpp limits it: a model could write space without end."""
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 """Options of schemas in llguidance, which a schema has under "x-guidance", also within a Lark grammar (`%json {...}`)."""
 STEPS = 128

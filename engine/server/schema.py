@@ -74,7 +74,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """Format of the generated text; a schema in json_schema, or beside the type as for llama-server."""
+    """Format of the generated text; a schema in json_schema, or beside the type as for llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -117,7 +117,7 @@ class GenerationBody(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     top_n_sigma: float | None = Field(None, ge=-1, le=1e6, description="0 or -1 for all tokens.")
     repetition_penalty: Penalty | None = None
-    repeat_penalty: Penalty | None = Field(None, description="llama-server's name of repetition_penalty.")
+    repeat_penalty: Penalty | None = Field(None, description="llama.cpp's name of repetition_penalty.")
     logit_bias: (
         Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] | Annotated[list[Any], Field(max_length=0)] | None
     ) = None
@@ -129,7 +129,7 @@ class GenerationBody(Body):
     guided_regex: Text | None = None
     guided_choice: Several[Text] | None = None
     guided_grammar: Text | None = None
-    json_schema: dict[str, Any] | bool | Text | None = Field(None, description="llama-server's name of guided_json.")
+    json_schema: dict[str, Any] | bool | Text | None = Field(None, description="llama.cpp's name of guided_json.")
     grammar: Text | None = Field(None, description="A grammar in Lark; GBNF is not read.")
     ignore_eos: bool | None = None
     skip_threshold: float | None = Field(None, ge=0, description="Threshold of adaptive skipping; at most the server's own.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request(engine: Engine) -> N
 
 
 def test_choices_of_one_prompt_read_it_once(engine: Engine) -> None:
-    """Of four equal prompts of 64 tokens the first is read, and of each other one only the last block."""
+    """The first of four equal prompts of 64 tokens is read whole, and the others read only their last block."""
     prompt = tuple(range(100, 164))
     requests = [Request(prompt, 4, SamplingOptions(HOT, seed=seed)) for seed in range(4)]
     requests.append(Request(tuple(range(200, 240)), 4))
@@ -222,17 +223,18 @@ def test_choices_of_one_prompt_read_it_once(engine: Engine) -> None:
 
 
 def test_masks_are_computed_beside_the_model(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mask is ready when the logits are: `allowed` computes none itself."""
+    """Each token's mask is computed once, in the thread that runs beside the model's."""
     prepare: Callable[[Matcher], None] = Matcher.prepare
-    ready: list[bool] = []
+    computed_by: list[str] = []
 
     def noted(self: Matcher) -> None:
-        ready.append(self._allowed_V is not None)
+        if self._allowed_V is None:
+            computed_by.append(threading.current_thread().name)
         prepare(self)
 
     monkeypatch.setattr(Matcher, "prepare", noted)
     (served,) = answers(engine, [request_for(engine, json_schema_grammar(PAIR), 12)])
-    assert ready == [False, True] * len(served.tokens)
+    assert computed_by == ["masks_0"] * len(served.tokens)
 
 
 def test_padding_of_the_vocabulary_is_never_chosen(engine: Engine) -> None:
