@@ -37,38 +37,43 @@ def first_line(message: str) -> str:
 
 
 def guidance_tokens(tokenizer: Any, vocabulary: int, end_tokens: list[int]) -> Any:
-    """Return llguidance's form of a model's tokens: the bytes of each, and a function that encodes text."""
+    """Return llguidance's form of a model's tokens: the bytes of each, and a function that encodes text.
+
+    A model without end tokens gets one beyond its vocabulary, which it never generates: its texts end only where their
+    grammar leaves nothing else.
+    """
     library = guidance()
-    if not end_tokens:
-        raise OptionError("the model has no token that ends a text, so its texts cannot follow a grammar")
-    return library.LLTokenizer(
-        library.TokenizerWrapper(_Tokens(tokenizer, vocabulary, end_tokens)), n_vocab=vocabulary, eos_token=end_tokens
-    )
+    ends = end_tokens or [vocabulary]
+    tokens = Tokens(tokenizer, max(vocabulary, ends[-1] + 1), ends)
+    return library.LLTokenizer(library.TokenizerWrapper(tokens), n_vocab=len(tokens.tokens), eos_token=ends)
 
 
-class _Tokens:
-    """Tokens in the form that llguidance's TokenizerWrapper reads. It never names a special token but the ends."""
+class Tokens:
+    """Tokens in the form that llguidance's TokenizerWrapper reads. Special tokens and the ends are no text."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: list[int]) -> None:
         self._tokenizer, words = tokenizer, TokenText(tokenizer)
         self.eos_token_id, self.bos_token_id = end_tokens[0], None
         special = {token for token, about in tokenizer.added_tokens_decoder.items() if about.special}
+        self._special = special.union(end_tokens)
         self.tokens = [words.data(token) for token in range(vocabulary)]
-        # Tokens without bytes pad the vocabulary. They are no text either.
-        self.special_token_ids = sorted({*special, *end_tokens})
-        self._by_bytes = {data: token for token, data in enumerate(self.tokens) if data and token not in special}
+        """Bytes of each token; empty for those that pad the vocabulary."""
+        self.special_token_ids = sorted(self._special)
+        self._by_bytes = {data: token for token, data in enumerate(self.tokens) if data and token not in self._special}
         self._longest = max(map(len, self._by_bytes), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
         """Return the tokens of a text. Where a grammar leaves one text only, llguidance allows just these tokens.
 
-        They are the tokenizer's own if these have the text's bytes: some tokenizers add a space, or change letters.
+        They are the tokenizer's own if these have the text's bytes: some tokenizers add a space, change letters, or take the
+        name of a special token for the token.
         """
         try:
             ids = list(self._tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"])
         except UnicodeDecodeError:
             ids = []
-        return ids if b"".join(self.tokens[token] for token in ids) == text else self._longest_first(text)
+        is_plain = self._special.isdisjoint(ids) and b"".join(self.tokens[token] for token in ids) == text
+        return ids if is_plain else self._longest_first(text)
 
     def _longest_first(self, text: bytes) -> list[int]:
         """Return tokens with the bytes of the text, each the longest possible, up to bytes that no token has."""
