@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from engine.errors import OptionError
 from engine.generation.guidance import first_line, guidance, parser_limits
 from engine.server.errors import ApiError
+from engine.server.limited import OverLimitError, limited
 from engine.server.nesting import depth_of
 
 MOST_BYTES = 1_000_000
@@ -31,6 +32,8 @@ JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_
 """Options of schemas in llguidance, which a schema has under "x-guidance", also within a Lark grammar (`%json {...}`)."""
 STEPS = 128
 """Bytes for which a new grammar is followed."""
+SECONDS = 1
+"""Limit on the processor time of both. A remainder (`multipleOf`) of seven digits takes minutes, within all other limits."""
 _BYTES = 256
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -113,24 +116,40 @@ def _check_size(text: str, param: str) -> None:
 
 
 def _checked(grammar: str, param: str) -> str:
-    """Return the grammar after compiling it, and following it for some bytes. Raises ApiError for one that fails."""
+    """Return the grammar if it compiles and can be followed for some bytes. Raises ApiError otherwise."""
+    _byte_tokens()  # before the process is copied
+    fault = _fault(grammar)
+    if fault:
+        raise ApiError(400, f"{param}: {fault}", param=param)
+    return grammar
+
+
+@lru_cache(maxsize=64)
+def _fault(grammar: str) -> str:
+    """Return why a grammar cannot be used; empty if it can. Clients ask for the same one again and again."""
+    try:
+        return limited(partial(_followed, grammar), SECONDS)
+    except OverLimitError:
+        return f"it takes more than {SECONDS} s of processor time, or too much memory, to compile; simplify it"
+
+
+def _followed(grammar: str) -> str:
+    """Return why a grammar cannot be compiled, or followed for some bytes; empty if it can."""
     matcher = _library().LLMatcher(_byte_tokens(), grammar, log_level=0, limits=parser_limits())
     if matcher.is_error():
-        raise ApiError(400, f"{param}: {described(matcher.get_error())}", param=param)
+        return described(matcher.get_error())
     state = 1
     for _ in range(STEPS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        allowed = [byte for byte in range(_BYTES) if mask >> byte & 1]
         if matcher.is_error() or not mask:
             reason = described(matcher.get_error())
-            raise ApiError(
-                400, f"{param}: it takes too much work, or nothing follows it ({reason}); simplify it", param=param
-            )
+            return f"it takes too much work, or nothing follows it ({reason}); simplify it"
+        allowed = [byte for byte in range(_BYTES) if mask >> byte & 1]
         if not allowed or matcher.is_stopped():
             break
         state = state * 1_103_515_245 + 12_345 & 0x7FFFFFFF  # the usual linear congruence: any byte may come
         matcher.consume_token(allowed[(state >> 8) % len(allowed)])
-    return grammar
+    return ""
 
 
 def described(message: str) -> str:
