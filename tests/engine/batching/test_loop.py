@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_reference
+from packages_for_tests import needs_llguidance
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine.batching.loop import EngineLoop
@@ -17,9 +18,9 @@ from engine.batching.request import Request, Update
 from engine.errors import BusyError, OptionError
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars, Matcher
-from engine.server.grammars import regex_grammar
 
 PROMPT = (40, 41, 42, 43)
+GRAMMAR = 'start: "yes" | "no"'
 
 
 class Listener:
@@ -215,6 +216,7 @@ def test_what_can_never_fit_is_refused_at_once(engine: Engine, loops: Any) -> No
         EngineLoop(engine, kv_cache_bytes=1 << 20, max_queue=0)
 
 
+@needs_llguidance
 def test_a_grammar_is_compiled_while_others_run(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Free requests overtake one whose grammar is still being compiled; it counts as waiting, and runs afterwards."""
     compiled = Grammars.matcher
@@ -228,7 +230,7 @@ def test_a_grammar_is_compiled_while_others_run(loops: Any, monkeypatch: pytest.
     monkeypatch.setattr(Grammars, "matcher", slowly)
     loop = loops(max_queue=1)
     held, free = Listener(), Listener()
-    loop.submit(Request(PROMPT, 20, grammar=regex_grammar("yes|no")), held)
+    loop.submit(Request(PROMPT, 20, grammar=GRAMMAR), held)
     assert begun.wait(60)
     with pytest.raises(BusyError):
         loop.submit(Request(PROMPT, 3), free)
@@ -246,7 +248,7 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled(loops: Any, monkey
     monkeypatch.setattr(Grammars, "matcher", lambda self, grammar: go.wait(60))
     loop = loops()
     held = Listener()
-    loop.cancel(loop.submit(Request(PROMPT, 20, grammar=regex_grammar("yes|no")), held))
+    loop.cancel(loop.submit(Request(PROMPT, 20, grammar=GRAMMAR), held))
     assert held.end() == "cancelled"
     go.set()
     assert loop.drain(60) and len(held.updates) == 1
@@ -264,7 +266,7 @@ def test_a_failure_to_compile_ends_its_request_alone(
     monkeypatch.setattr(Grammars, "matcher", fail)
     loop = loops()
     held, free = Listener(), Listener()
-    loop.submit(Request(PROMPT, 20, grammar=regex_grammar("yes|no")), held)
+    loop.submit(Request(PROMPT, 20, grammar=GRAMMAR), held)
     loop.submit(Request(PROMPT, 3), free)
     assert held.end() == "error" and "grammar" in held.updates[-1].error and free.end() == "length"
     assert "broken" in caplog.text
