@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import OptionError
 from engine.generation.grammar_matcher import KEPT_GRAMMARS, Grammars
-from engine.generation.guidance import Tokens, guidance
+from engine.generation.guidance import Tokens
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "ab", "\u2581a", "abab", "\u2581"]
 """A vocabulary with a token for each byte, as those of sentencepiece have."""
@@ -22,7 +23,7 @@ END, A, B, AB, SPACE_A, ABAB, SPACE = 2, 259, 260, 261, 262, 263, 264
 
 
 def regex(pattern: str) -> str:
-    return str(guidance().LLMatcher.grammar_from_regex(pattern))
+    return str(llguidance.LLMatcher.grammar_from_regex(pattern))
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from typing import Any
 
+import llguidance
 import pytest
 
-from engine.generation.guidance import guidance, parser_limits
+from engine.generation.guidance import parser_limits
 from engine.server import grammars
 from engine.server.errors import ApiError
 from engine.server.grammars import choice_grammar, json_object_grammar, json_schema_grammar, lark_grammar, regex_grammar
@@ -18,7 +19,7 @@ from engine.server.nesting import depth_of, nested_field
 
 def accepts(grammar: str, text: str) -> bool:
     """Return whether the grammar takes the whole text and may end there."""
-    matcher = guidance().LLMatcher(grammars._byte_tokens(), grammar, log_level=0, limits=parser_limits())
+    matcher = llguidance.LLMatcher(grammars._byte_tokens(), grammar, log_level=0, limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
