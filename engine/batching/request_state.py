@@ -127,6 +127,8 @@ class RequestState:
         Before the minimum length, and where end tokens are ignored, a text ends only where its grammar leaves nothing else.
         """
         request, closed = self.request, frozenset[int]()
+        if self.matcher is None and not request.min_new_tokens:
+            return None
         allowed_V = None if self.matcher is None else self.matcher.allowed()
         if self.timings.generated_tokens < request.min_new_tokens:
             closed = self._end_tokens.union(request.stop_tokens)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import OptionError
+from engine.errors import OptionError, is_panic
 from engine.generation.guidance import first_line, guidance, guidance_tokens, parser_limits
 
 KEPT_GRAMMARS = 16
@@ -60,7 +61,7 @@ class Grammars:
         with self._lock:
             if self._tokens is None:
                 self._tokens = guidance_tokens(self._tokenizer(), self._vocabulary, self._end_tokens)
-        made = library.LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
+        made = _unpanicked(partial(library.LLMatcher, self._tokens, grammar, log_level=0, limits=parser_limits()))
         if made.is_error():
             raise OptionError(f"the grammar cannot be compiled: {first_line(made.get_error())}")
         return made
@@ -72,17 +73,26 @@ class Matcher:
     def __init__(self, own: Any, vocabulary: int) -> None:
         self._own, self._vocabulary = own, vocabulary
         self._allowed_V: Tensor | None = None
-        self._is_stuck = False
         self._only: int | None = None
+        self._failure = ""
+        """Why no token may follow; empty if some may."""
 
     def prepare(self) -> None:
-        """Compute which tokens may follow, for `allowed`."""
-        if self._allowed_V is None:
-            bits = np.frombuffer(self._own.compute_bitmask(), dtype=np.uint8)
+        """Compute which tokens may follow, for `allowed`. It never raises."""
+        if self._allowed_V is not None:
+            return
+        allowed_V = np.zeros(self._vocabulary, dtype=bool)
+        try:
+            bits = np.frombuffer(_unpanicked(self._own.compute_bitmask), dtype=np.uint8)
             allowed_V = np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(bool)
-            count = 0 if self._own.is_error() else np.count_nonzero(allowed_V)
-            self._allowed_V, self._is_stuck = torch.from_numpy(allowed_V), count == 0
-            self._only = int(allowed_V.argmax()) if count == 1 else None
+            self._failure = first_line(self._own.get_error())
+        except OptionError as error:
+            self._failure = str(error)
+        count = np.count_nonzero(allowed_V)
+        if not count:
+            self._failure = self._failure or "no token of this model continues it"
+        self._only = int(allowed_V.argmax()) if count == 1 and not self._failure else None
+        self._allowed_V = torch.from_numpy(allowed_V)
 
     def allowed(self) -> Tensor:
         """Return which tokens may follow, bool [V] on the CPU; the end tokens are among them where the text may end.
@@ -91,8 +101,8 @@ class Matcher:
         """
         self.prepare()
         assert self._allowed_V is not None
-        if self._is_stuck:
-            raise self._ended()
+        if self._failure:
+            raise _ended(self._failure)
         return self._allowed_V
 
     def only(self) -> int | None:
@@ -106,10 +116,20 @@ class Matcher:
         Raises OptionError if the grammar became too large to follow.
         """
         self._allowed_V = None
-        if not self._own.consume_token(token):
-            raise self._ended()
+        if not _unpanicked(partial(self._own.consume_token, token)):
+            raise _ended(first_line(self._own.get_error()))
         return bool(self._own.is_stopped())
 
-    def _ended(self) -> OptionError:
-        reason = first_line(self._own.get_error()) or "no token of this model continues it"
-        return OptionError(f"the text cannot follow its grammar any further: {reason}; ask for a simpler one")
+
+def _unpanicked(call: Callable[[], Any]) -> Any:
+    """Return what a call of the library returns. Raises OptionError if it panics, which is no Exception."""
+    try:
+        return call()
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise OptionError("llguidance fails on this grammar; simplify it") from error
+
+
+def _ended(reason: str) -> OptionError:
+    return OptionError(f"the text cannot follow its grammar any further: {reason}; ask for a simpler one")

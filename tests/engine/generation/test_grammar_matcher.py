@@ -14,7 +14,7 @@ from tokenizers_for_tests import SPECIAL, add_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import OptionError
-from engine.generation.grammar_matcher import KEPT_GRAMMARS, Grammars
+from engine.generation.grammar_matcher import KEPT_GRAMMARS, Grammars, Matcher
 from engine.generation.guidance import Tokens
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "ab", "\u2581a", "abab", "\u2581"]
@@ -133,3 +133,23 @@ def test_errors_of_compiling(letters: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(OptionError, match="llguidance, which is not installed"):
         grammars.matcher("start: /x/")
+
+
+def test_a_panic_of_the_library_ends_one_text() -> None:
+    """A library in Rust that panics raises no Exception, which would end the engine's thread."""
+    panic = type("PanicException", (BaseException,), {})
+
+    class Broken:
+        def compute_bitmask(self) -> bytes:
+            raise panic("broken")
+
+        def consume_token(self, token: int) -> bool:
+            raise panic("broken")
+
+    matcher = Matcher(Broken(), 264)
+    matcher.prepare()
+    assert matcher.only() is None
+    with pytest.raises(OptionError, match="llguidance fails on this grammar"):
+        matcher.allowed()
+    with pytest.raises(OptionError, match="llguidance fails on this grammar"):
+        matcher.take(5)
