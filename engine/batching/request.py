@@ -32,6 +32,14 @@ class Request:
     skip_threshold: float | None = None
     """Threshold of adaptive expert skipping; None for the engine's own."""
     ignore_end_tokens: bool = False
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end the text, besides the model's own, and are not part of it."""
+    min_new_tokens: int = 0
+    """Number of new tokens before which no end token, stop token or stop string ends the text."""
+    grammar: str = ""
+    """A grammar in llguidance's serialized form (the JSON or Lark text that `llguidance.LLMatcher` takes) that the generated
+    text must follow; empty for free text.
+    """
     namespace: str = ""
     """Namespace of the prefix cache: requests share cached prompts only within their namespace."""
     images: Mapping[str, Tensor] = field(default_factory=dict, compare=False)

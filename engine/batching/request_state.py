@@ -1,4 +1,4 @@
-"""State of one request from arrival to last update: tokens, text, place in the cache, random generator.
+"""State of one request from arrival to last update: tokens, text, place in the cache and in the grammar, random generator.
 
 Shape suffixes: L positions, V vocabulary.
 """
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from engine.batching.request import Listener, Request, Timings, TokenLogprob, Update
 from engine.decoder.block_pool import BlockTable
+from engine.errors import OptionError
+from engine.generation.grammar_matcher import Grammars, Matcher
 from engine.generation.sampling import penalised, sample
 from engine.generation.text_stream import TextStream
 
@@ -31,6 +33,8 @@ class Surroundings:
     end_tokens: frozenset[int]
     decode: Callable[[list[int]], str]
     device: torch.device
+    grammars: Grammars | None = None
+    """Compiler of grammars; None where no request has one."""
 
 
 class RequestState:
@@ -45,10 +49,31 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finished = False
         self._told_prompt = False
-        end_tokens = frozenset() if request.ignore_end_tokens else shared.end_tokens
-        self._stream = TextStream(list(request.prompt), request.max_new_tokens, end_tokens, request.stop, shared.decode)
+        self._shared = shared
+        self._end_tokens = frozenset() if request.ignore_end_tokens else shared.end_tokens
+        ends = self._end_tokens.union(request.stop_tokens)
+        least = request.min_new_tokens
+        self._stream = TextStream(list(request.prompt), request.max_new_tokens, ends, request.stop, shared.decode, least)
         self._generator = request.sampling.generator(shared.device)
         self._counts: Counter[int] = Counter()
+        self._penalised = frozenset(request.prompt) if request.sampling.repetition_penalty != 1 else frozenset()
+        self.matcher: Matcher | None = None
+        """The place in the grammar, once it is compiled. It follows the generated tokens, which a preemption keeps."""
+        self.refusal = ""
+        """Why the grammar cannot be compiled; empty if it can."""
+
+    def compile(self) -> None:
+        """Compile the grammar, if there is one. Any thread may do so before the request is scheduled; it never raises."""
+        if not self.request.grammar or self.matcher is not None or self.refusal:
+            return
+        assert self._shared.grammars is not None, "a grammar needs a compiler of grammars"
+        try:
+            self.matcher = self._shared.grammars.matcher(self.request.grammar)
+        except OptionError as error:
+            self.refusal = str(error)
+        except Exception:  # this request ends; the others go on
+            logging.getLogger(__name__).exception("the grammar of request %d cannot be compiled", self.number)
+            self.refusal = "the engine failed on this request's grammar; simplify it"
 
     def start(self, cached: int) -> bool:
         """Record that the request left the queue with `cached` tokens in the cache.
@@ -85,12 +110,35 @@ class RequestState:
             self.prompt_logprobs += described(logits_LV, targets, self.request.top_logprobs or 0)
 
     def next_token(self, logits_V: Tensor, greedy: int) -> int:
-        """Return the next token; `greedy` is the most probable one."""
-        options = self.request.sampling
-        adjusted_V = penalised(logits_V, self._counts, options)
+        """Return the next token; `greedy` is the most probable one. Raises OptionError if the grammar cannot be followed."""
+        if self.matcher is not None and (token := self.matcher.only()) is not None:
+            return token  # such as most of the names and brackets of a schema; no number is drawn for it
+        options, allowed_V = self.request.sampling, self._allowed(logits_V.shape[-1])
+        adjusted_V = penalised(logits_V, self._counts, options, self._penalised)
+        if allowed_V is not None:
+            return int(sample(adjusted_V[None], options, self._generator, allowed_V.to(logits_V.device)[None]))
         if options.temperature == 0 and adjusted_V is logits_V:
             return greedy
         return int(sample(adjusted_V[None], options, self._generator))
+
+    def _allowed(self, vocabulary: int) -> Tensor | None:
+        """Return the tokens that may follow, bool [V]; None for all.
+
+        Before the minimum length, and where end tokens are ignored, a text ends only where its grammar leaves nothing else.
+        """
+        request, closed = self.request, frozenset[int]()
+        if self.matcher is None and not request.min_new_tokens:
+            return None
+        allowed_V = None if self.matcher is None else self.matcher.allowed()
+        if self.timings.generated_tokens < request.min_new_tokens:
+            closed = self._end_tokens.union(request.stop_tokens)
+        if self.matcher is not None and request.ignore_end_tokens:
+            closed |= self._shared.end_tokens
+        if not closed:
+            return allowed_V
+        left_V = torch.ones(vocabulary, dtype=torch.bool) if allowed_V is None else allowed_V.clone()
+        left_V[list(closed)] = False
+        return left_V if bool(left_V.any()) else allowed_V
 
     def take(self, logits_V: Tensor, greedy: int) -> None:
         """Choose the next token, append it, and send an update to the listener."""
@@ -102,9 +150,10 @@ class RequestState:
         token = self.next_token(logits_V, greedy)
         top = self.request.top_logprobs
         logprobs = () if top is None else tuple(described(logits_V[None], [token], top))
+        complete = self.matcher is not None and self.matcher.take(token)
         self.tokens.append(token)
         self._counts[token] += 1
-        self._stream.append(token)
+        self._stream.append(token, complete)
         self.timings.generated_tokens += 1
         self._tell(self._stream.finish_reason, self._stream.take(), (token,), logprobs)
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.batching.adapted_runner import AdaptedRunner
+from engine.batching.masks_ahead import MasksAhead
 from engine.batching.onnx_runner import OnnxRunner
 from engine.batching.paged_runner import PagedRunner
 from engine.batching.request import Request
@@ -99,6 +101,7 @@ class Scheduler:
         states = max_batch_size * engine.cache_sizes[1]
         self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, states, block_size)
         self.runner = _runner(engine, kv_cache_bytes - states, block_size, max_batch_size)
+        self._masks = MasksAhead()
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         """Running requests, oldest first."""
@@ -121,6 +124,13 @@ class Scheduler:
                 f"a prompt of {prompt} tokens and {new} new ones make {prompt + new}, and {self.max_model_length} "
                 "positions are served; shorten the prompt or ask for fewer tokens"
             )
+        if not 0 <= request.min_new_tokens <= new:
+            raise OptionError(
+                f"at least {request.min_new_tokens} new tokens are asked for, and at most {new}; ask for fewer"
+            )
+        for what, tokens in (("stop tokens", request.stop_tokens), ("bias", [t for t, _ in request.sampling.logit_bias])):
+            if not all(0 <= token < vocabulary for token in tokens):
+                raise OptionError(f"the {what} name a token outside the vocabulary of {vocabulary}; give the model's own")
         if not all(request.stop):
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= vocabulary:
@@ -130,8 +140,12 @@ class Scheduler:
         self.runner.check(request.skip_threshold)
 
     def add(self, state: RequestState) -> None:
-        """Append a request to the queue."""
-        self.waiting.append(state)
+        """Append a request to the queue, or end it if its grammar cannot be compiled. EngineLoop compiles it beforehand."""
+        state.compile()
+        if state.refusal:
+            state.end("error", state.refusal)
+        if not state.finished:
+            self.waiting.append(state)
 
     def step(self) -> None:
         """Generate one token for every running sequence, and read a piece of a prompt.
@@ -194,8 +208,11 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit requests in order while there is room for their tokens and one more block for each running request."""
         pool = self.runner.pool
-        while self.waiting and len(self.running) < self._max_batch_size and pool.unused != self._unused_when_full:
-            state = self.waiting[0]
+        while len(self.running) < self._max_batch_size and pool.unused != self._unused_when_full:
+            first = list(islice(self.waiting, self._max_batch_size))
+            state = next((state for state in first if not self._is_being_read(state)), None)
+            if state is None:
+                return
             known = [] if state.asks_for_prompt else state.tokens
             found = pool.find(known, self.runner.kind(state))
             if pool.missing(found, len(state.tokens)) + len(self.running) > pool.unused:
@@ -205,8 +222,25 @@ class Scheduler:
             pool.take(found)
             pool.extend(found, len(state.tokens))
             state.table = found
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(state)
+            self.running.append(state)
             self._note_start(state, found.length)
+
+    def _is_being_read(self, state: RequestState) -> bool:
+        """Whether a running request reads a block that this one shares next, as choices of one prompt do.
+
+        It waits for the block then, and others overtake it, so that what prompts have in common is read once.
+        """
+        pool = self.runner.pool
+        if not pool.shares or state.asks_for_prompt:
+            return False
+        for other in self.running:
+            end = (other.table.length // pool.block_size + 1) * pool.block_size
+            if other.unread > 1 and end <= len(other.tokens) and end < len(state.tokens):
+                is_same = other.tokens[: pool.block_size] == state.tokens[: pool.block_size]
+                if is_same and other.tokens[:end] == state.tokens[:end]:
+                    return self.runner.kind(other) == self.runner.kind(state)
+        return False
 
     def _note_start(self, state: RequestState, cached: int) -> None:
         if state.start(cached):
@@ -233,12 +267,14 @@ class Scheduler:
     def _run(self, step: Step) -> list[tuple[list[RequestState], Tensor]]:
         """Run the forward passes; return the sequences that are fully read, with the logits [B, V] that follow them."""
         results: list[tuple[list[RequestState], Tensor]] = []
-        if step.decoding:
-            results.append((step.decoding, self.runner.decode(step.decoding)))
-        for state, end in step.reading:
-            logits_1V = self._read(state, end)
-            if logits_1V is not None:
-                results.append(([state], logits_1V))
+        ends = [state for state, end in step.reading if end == len(state.tokens)]
+        with self._masks.computed([*step.decoding, *ends]):
+            if step.decoding:
+                results.append((step.decoding, self.runner.decode(step.decoding)))
+            for state, end in step.reading:
+                logits_1V = self._read(state, end)
+                if logits_1V is not None:
+                    results.append(([state], logits_1V))
         return results
 
     def _read(self, state: RequestState, end: int) -> Tensor | None:
@@ -267,6 +303,8 @@ class Scheduler:
         generated = state.timings.generated_tokens
         try:
             state.take(logits_V, greedy)
+        except OptionError as error:  # what its grammar asks
+            self._end_in_doubt(state, str(error))
         except Exception as error:  # the error concerns one request only, such as an extreme temperature
             self._end_in_doubt(state, described_error(error))
         self.generated_tokens += state.timings.generated_tokens - generated

@@ -40,7 +40,7 @@ class SequenceCaches(BlockPool, Generic[Own]):
 
     def __init__(self, new: Callable[[int], Own], count: int, block_size: int) -> None:
         """new: returns an empty cache for so many positions."""
-        super().__init__(count, block_size)
+        super().__init__(count, block_size, shares=False)
         self._new_cache = new
         self._caches: dict[BlockTable, Own] = {}
 

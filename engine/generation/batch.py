@@ -145,7 +145,8 @@ class Batch:
     def postprocess(self, logits_BV: Tensor) -> Tensor:
         """Choose the next token of each sequence, append it to the unfinished ones, and return the tokens, int64 [B]."""
         with torch.inference_mode():
-            logits_BV = penalised_rows(logits_BV, [sequence.tokens for sequence in self.sequences], self._sampling)
+            written, prompts = zip(*((sequence.tokens, sequence.prompt) for sequence in self.sequences), strict=True)
+            logits_BV = penalised_rows(logits_BV, written, self._sampling, prompts)
             tokens_B = sample(logits_BV, self._sampling, self._generator)
         self.take(tokens_B[:, None].tolist())
         return tokens_B

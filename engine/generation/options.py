@@ -17,6 +17,9 @@ GENERATE, SKIP, DRAFT = "What to generate", "Skipping experts", "Drafting"
 MACHINE = "Machine"
 SKIP_OPTIONS = ("skip_threshold", "skip_min_experts", "skip_rule")
 """Fields of OpenOptions for adaptive expert skipping."""
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
+MOST_BIAS = 100.0
+"""Largest absolute value of a logit bias, as in OpenAI's interface."""
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MOST_DRAFT_TOKENS = 63
@@ -71,7 +74,12 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options that determine the next token. Raises OptionError for values outside the ranges given here."""
+    """Options that determine the next token. Raises OptionError for values outside the ranges given here.
+
+    They are applied in this order, which is that of vLLM: logit bias, repetition penalty, frequency and presence penalty,
+    temperature, top-n-sigma (which vLLM does not have), min-p, top-k, top-p. Tokens that a grammar or a minimum length
+    excludes take no part in any of them.
+    """
 
     temperature: float = option(0.0, group=GENERATE, help="Divisor of the logits; 0 always takes the most probable token.")
     """Values below LEAST_TEMPERATURE (sampling.py) count as 0."""
@@ -84,6 +92,30 @@ class SamplingOptions:
     """-2..2, subtracted from the logit of each token that was generated before."""
     frequency_penalty: float = 0.0
     """-2..2, subtracted once for each time that the token was generated before."""
+    min_p: float = option(
+        0.0,
+        group=GENERATE,
+        minimum=0,
+        maximum=1,
+        help="Sample from tokens at least this fraction as probable as the most probable one; 0 for all.",
+    )
+    top_n_sigma: float = option(
+        0.0,
+        group=GENERATE,
+        minimum=0,
+        help="Sample from tokens whose logits are within so many standard deviations of the largest; 0 for all.",
+    )
+    """Tang et al. 2024, "Top-nσ". The standard deviation is over all tokens that may follow."""
+    repetition_penalty: float = option(
+        1.0,
+        group=GENERATE,
+        minimum=LEAST_REPETITION_PENALTY,
+        maximum=MOST_REPETITION_PENALTY,
+        help="Divide positive logits of tokens of the text so far by this, and multiply negative ones; 1 for none.",
+    )
+    """Keskar et al. 2019. The text so far is the prompt and what was generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens and what is added to their logits, -100..100."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -98,6 +130,17 @@ class SamplingOptions:
         for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
             if not -2 <= penalty <= 2:
                 raise OptionError(f"{name} penalty is {penalty}; it must be from -2 to 2")
+        if not math.isfinite(self.top_n_sigma):
+            raise OptionError(f"top-n-sigma is {self.top_n_sigma}; it must be a number of standard deviations, or 0 (all)")
+        for token, bias in self.logit_bias:
+            if token < 0 or not abs(bias) <= MOST_BIAS:
+                raise OptionError(f"the bias of token {token} is {bias}; it must be from -{MOST_BIAS:g} to {MOST_BIAS:g}")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a bias or a penalty changes logits before the temperature does."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        return bool(self.logit_bias) or any(penalties)
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a random generator in the initial state of this seed."""

@@ -1,7 +1,7 @@
 """Speculative decoding: a draft model proposes tokens, the target verifies them (Leviathan et al. 2023).
 
 The generated text has the target's own distribution for any draft model; a good draft only makes it faster. p is the
-target's distribution of the next token and q is the draft's, both after temperature, top-k, top-p and penalties.
+target's distribution of the next token and q is the draft's, both after all options of sampling.
 
 Shape suffixes: K drafted tokens, L new positions, V vocabulary.
 """
@@ -99,10 +99,11 @@ class Speculation:
         q_V: list[Tensor] = []
         for uniform in uniforms[:count]:
             logits_1V = self._draft.read(text)[-1:]
-            q_V += probabilities(penalised_rows(logits_1V, [text[begin:]], self._sampling), self._sampling)
+            q_V += probabilities(penalised_rows(logits_1V, [text[begin:]], self._sampling, [prompt]), self._sampling)
             text.append(draw(q_V[-1], uniform))
         before = [text[begin:end] for end in range(known, len(text) + 1)]
-        p_V = probabilities(penalised_rows(self._target.read(text), before, self._sampling), self._sampling)
+        logits_LV = penalised_rows(self._target.read(text), before, self._sampling, [prompt] * len(before))
+        p_V = probabilities(logits_LV, self._sampling)
         accepted, following = verify(list(p_V), q_V, text[known:], uniforms[count:])
         for reader in (self._target, self._draft):
             reader.keep(known + accepted)

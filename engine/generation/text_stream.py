@@ -24,31 +24,34 @@ class TextStream:
         end_tokens: frozenset[int],
         stops: tuple[str, ...],
         decode: Callable[[list[int]], str],
+        least: int = 0,
     ) -> None:
+        """least: number of tokens before which the text has no stop strings."""
         self.prompt = prompt
         self.tokens: list[int] = []
         self.text = ""
         self.finish_reason = ""
-        self._limit, self._end_tokens = limit, end_tokens
+        self._limit, self._end_tokens, self._least = limit, end_tokens, least
         self._stops = [StopString(stop) for stop in stops]
         self._characters = Characters(prompt[-CONTEXT_TOKENS:], decode)
         self._taken = 0
 
-    def append(self, token: int) -> None:
-        """Append a token: extend the text, and end at an end token, a stop string or the limit."""
+    def append(self, token: int, complete: bool = False) -> None:
+        """Append a token: extend the text, and end at an end token, a stop string, the limit, or where it is complete."""
         self.tokens.append(token)
         ended = token in self._end_tokens
-        last = ended or len(self.tokens) == self._limit
+        last = ended or complete or len(self.tokens) == self._limit
         piece = "" if ended else self._characters.add(token)
         if last:
             piece += self._characters.rest()
         before = len(self.text)
         self.text += piece
-        found = [before + place for stop in self._stops if (place := stop.find(piece)) is not None]
+        stops = self._stops if len(self.tokens) > self._least else []
+        found = [before + place for stop in stops if (place := stop.find(piece)) is not None]
         if found:
             self.text = self.text[: min(found)]
         if found or last:
-            self.finish_reason = "stop" if found or ended else "length"
+            self.finish_reason = "stop" if found or ended or complete else "length"
 
     @property
     def room(self) -> int:

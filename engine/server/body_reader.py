@@ -16,8 +16,10 @@ from pydantic import ValidationError
 
 from engine.errors import CompressError, OptionError
 from engine.files.image_file import decoded_images
+from engine.server.constraints import grammar_of
 from engine.server.errors import ApiError, api_error, body_error, no_object, not_json
 from engine.server.image_parts import image_files
+from engine.server.nesting import nested_field
 from engine.server.schema import (
     Body,
     ChatCompletionRequest,
@@ -117,7 +119,7 @@ class BodyReader:
         except CompressError as error:
             raise api_error(error) from error
         except RecursionError as error:
-            raise ApiError(400, "the body is nested too deeply; send a flatter one") from error
+            raise ApiError(400, "the body is nested too deeply; send a flatter one", param=nested_field(data)) from error
         except MemoryError as error:
             raise ApiError(400, "the body takes too much memory to read; send less at once") from error
 
@@ -271,25 +273,40 @@ class BodyReader:
             new_tokens=new_tokens,
             choices=body.n or 1,
             seed=None if body.seed is None else body.seed % 2**63,
-            sampling={
-                "temperature": TEMPERATURE if body.temperature is None else body.temperature,
-                "top_p": 1.0 if body.top_p is None else body.top_p,
-                "top_k": max(0, body.top_k or 0),
-                "presence_penalty": body.presence_penalty or 0.0,
-                "frequency_penalty": body.frequency_penalty or 0.0,
-            },
+            sampling=self._sampling(body),
             request={
                 "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
+                "stop_tokens": self._known(body.stop_token_ids or [], "stop_token_ids"),
+                "min_new_tokens": _at_most(body.min_tokens or 0, new_tokens),
                 "top_logprobs": top_logprobs,
                 "prompt_logprobs": prompt_logprobs,
                 "skip_threshold": self._threshold(body.skip_threshold),
                 "ignore_end_tokens": bool(body.ignore_eos),
+                "grammar": grammar_of(body),
             },
             echoes=echoes,
             stream=bool(body.stream),
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             images=images or {},
         )
+
+    def _sampling(self, body: GenerationBody) -> dict[str, Any]:
+        """Return the fields of SamplingOptions, without the seed."""
+        given = body.logit_bias if isinstance(body.logit_bias, dict) else {}
+        bias = {int(token): value for token, value in given.items()}
+        self._known(list(bias), "logit_bias")
+        repetition = body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty
+        return {
+            "temperature": TEMPERATURE if body.temperature is None else body.temperature,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_k": max(0, body.top_k or 0),
+            "min_p": body.min_p or 0.0,
+            "top_n_sigma": max(0.0, body.top_n_sigma or 0.0),
+            "presence_penalty": body.presence_penalty or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
+            "repetition_penalty": 1.0 if repetition is None else repetition,
+            "logit_bias": list(bias.items()),
+        }
 
     def _threshold(self, asked: float | None) -> float | None:
         most = self._settings.most_skip_threshold
@@ -300,6 +317,16 @@ class BodyReader:
             )
             raise ApiError(400, message, param="skip_threshold")
         return asked
+
+
+def _at_most(least: int, new_tokens: Sequence[int]) -> int:
+    """Return the minimum length of answers. Raises ApiError if it is above their maximum."""
+    most = min(new_tokens)
+    if least > most:
+        raise ApiError(
+            400, f"min_tokens is {least} and the answer has at most {most} tokens; ask for fewer", param="min_tokens"
+        )
+    return least
 
 
 READERS: dict[str, Callable[[BodyReader, bytes], Read | dict[str, Any]]] = {

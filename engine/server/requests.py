@@ -32,14 +32,15 @@ def asked(header: dict[str, Any], data: Data) -> Asked:
     """Return the requests of a body, from the reply of the process that read it. Raises OptionError for invalid options."""
     read = header["read"]
     seed = secrets.randbits(62) if read["seed"] is None else read["seed"]
-    fields = read["request"] | {"stop": tuple(read["request"]["stop"])}
+    fields = read["request"] | {name: tuple(read["request"][name]) for name in ("stop", "stop_tokens")}
+    options = read["sampling"] | {"logit_bias": tuple(map(tuple, read["sampling"]["logit_bias"]))}
     requests: list[Request] = []
     prompts = unpack_tokens(data, header["counts"])
     images = unpacked(header["images"], memoryview(data)[packed_bytes(header["counts"]) :])
     for prompt, new_tokens in zip(prompts, read["new_tokens"], strict=True):
         request = Request(prompt=tuple(prompt), max_new_tokens=new_tokens, images=images, **fields)
         for _ in range(read["choices"]):
-            sampling = SamplingOptions(**read["sampling"], seed=(seed + len(requests)) % 2**63)
+            sampling = SamplingOptions(**options, seed=(seed + len(requests)) % 2**63)
             requests.append(replace(request, sampling=sampling))
     return Asked(tuple(requests), read["choices"], tuple(read["echoes"]), read["stream"], read["include_usage"])
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from engine.generation.options import LEAST_REPETITION_PENALTY, MOST_BIAS, MOST_REPETITION_PENALTY
 from engine.server.errors import ApiError
 
 MOST_CHOICES = 128
@@ -18,28 +19,16 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 1_000
 INT64 = 2**63
-NO_FORMAT = "response_format {!r} is not available: the output cannot be constrained to a grammar; use text"
+MOST_BIASES = 1_024
+MOST_STOP_TOKENS = 256
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "bad_words": (None, []),
     "function_call": (None, "none", "auto"),
-    "grammar": (None, ""),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "json_schema": (None, {}),
-    "logit_bias": (None, {}, []),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
     "mirostat": (None, 0),
     "modalities": (None, ["text"]),
     "prompt_logprobs": (None,),
-    "repeat_penalty": (None, 1),
-    "repetition_penalty": (None, 1),
-    "stop_token_ids": (None, []),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "typical_p": (None, 1),
@@ -76,12 +65,36 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class JsonSchema(Body):
+    """A schema with OpenAI's fields around it. It is always held to, `strict` or not."""
+
+    name: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
 class ResponseFormat(Body):
-    """Format of the generated text."""
+    """Format of the generated text; a schema in json_schema, or beside the type as for llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
+class StructuredOutputs(Body):
+    """A constraint in vLLM's form: one of the fields."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Several[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+Token = Annotated[int, Field(ge=0, lt=INT64)]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+Penalty = Annotated[float, Field(ge=LEAST_REPETITION_PENALTY, le=MOST_REPETITION_PENALTY)]
 Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
@@ -101,7 +114,23 @@ class GenerationBody(Body):
     stop: Stop | Annotated[Several[Stop], Field(max_length=MOST_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    min_p: float | None = Field(None, ge=0, le=1)
+    top_n_sigma: float | None = Field(None, ge=-1, le=1e6, description="0 or -1 for all tokens.")
+    repetition_penalty: Penalty | None = None
+    repeat_penalty: Penalty | None = Field(None, description="llama.cpp's name of repetition_penalty.")
+    logit_bias: (
+        Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] | Annotated[list[Any], Field(max_length=0)] | None
+    ) = None
+    stop_token_ids: Annotated[Several[Token], Field(max_length=MOST_STOP_TOKENS)] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=INT64)
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Several[Text] | None = None
+    guided_grammar: Text | None = None
+    json_schema: dict[str, Any] | bool | Text | None = Field(None, description="llama.cpp's name of guided_json.")
+    grammar: Text | None = Field(None, description="A grammar in Lark; GBNF is not read.")
     ignore_eos: bool | None = None
     skip_threshold: float | None = Field(None, ge=0, description="Threshold of adaptive skipping; at most the server's own.")
 
@@ -137,7 +166,6 @@ class ChatCompletionRequest(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
-Token = Annotated[int, Field(ge=0, lt=INT64)]
 Tokens = Annotated[Several[Token], Field(min_length=1)]
 
 
@@ -170,9 +198,8 @@ def refuse(body: GenerationBody) -> None:
     for name, value in (body.model_extra or {}).items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise ApiError(400, f"{name} is not available; leave it out", param=name, code="unsupported_parameter")
-    if body.response_format is not None and body.response_format.type != "text":
-        message = NO_FORMAT.format(body.response_format.type)
-        raise ApiError(400, message, param="response_format", code="unsupported_parameter")
+    if body.repeat_penalty is not None and body.repetition_penalty not in (None, body.repeat_penalty):
+        raise ApiError(400, "repeat_penalty and repetition_penalty differ; give one of them", param="repeat_penalty")
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"best_of is {body.best_of} and n is {body.n or 1}; choosing among additional answers is not available"
         raise ApiError(400, message, param="best_of", code="unsupported_parameter")

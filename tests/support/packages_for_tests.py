@@ -17,5 +17,6 @@ def needs(package: str, of: str) -> pytest.MarkDecorator:
 
 needs_numba = needs("numba", of="the extra `fast`")
 needs_matplotlib = needs("matplotlib", of="the extra `plots`")
+needs_llguidance = needs("llguidance", of="the extra `serve`")
 needs_lm_eval = needs("lm_eval", of="the extra `tasks`")
 needs_triton = needs("triton", of="the extra `dev`")

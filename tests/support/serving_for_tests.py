@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from engine.batching.request import Request, Update
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler
 from engine.generation.generate import Engine
+from engine.generation.grammar_matcher import Grammars
 from engine.generation.text_stream import plain_text
 
 
@@ -17,7 +18,8 @@ class Served:
 
     def __init__(self, scheduler: Scheduler, engine: Engine, request: Request, number: int = 1) -> None:
         self.updates: list[Update] = []
-        surroundings = Surroundings(engine.end_tokens, partial(plain_text, engine.tokenizer), engine.device)
+        decode = partial(plain_text, engine.tokenizer)
+        surroundings = Surroundings(engine.end_tokens, decode, engine.device, grammars_of(engine))
         scheduler.check(request)
         self.state = RequestState(number, request, self.updates.append, surroundings)
         scheduler.add(self.state)
@@ -34,6 +36,12 @@ class Served:
     def finish_reason(self) -> str:
         assert all(not update.finish_reason for update in self.updates[:-1]), "told more after the end"
         return self.updates[-1].finish_reason if self.updates else ""
+
+
+@cache
+def grammars_of(engine: Engine) -> Grammars:
+    """Return the compiler of grammars that all requests of an engine share."""
+    return Grammars(lambda: engine.tokenizer, engine.checkpoint.config.vocabulary_size, engine.end_tokens)
 
 
 def scheduler_for(engine: Engine, **options: Any) -> Scheduler:

@@ -35,6 +35,7 @@ from engine.decoder.kv_cache import position_bytes
 from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
+from engine.server.grammars import choice_grammar
 from engine.server.options import ServeOptions
 from engine.server.serve import load
 from engine.server.server import State
@@ -83,6 +84,16 @@ def test_the_documented_calls_give_what_the_checkpoint_gives(place: Path, name: 
 
 
 # The scheduler
+
+
+def test_grammars_hold_in_an_export(place: Path) -> None:
+    engine = Engine.open(place / "onnx")
+    sampling = SamplingOptions(1.5, seed=2)
+    free = requests(engine, 20, sampling=sampling)
+    held = requests(engine, 20, sampling=sampling, grammar=choice_grammar(["yes", "größer"]))
+    served_ones = serve(engine, *free, *held)
+    assert [each.tokens for each in served_ones[:4]] == [serve(engine, each)[0].tokens for each in free]
+    assert {each.text for each in served_ones[4:]} <= {"yes", "größer"}
 
 
 @pytest.mark.parametrize("name", EXPORTS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from engine.batching.request import Request
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.errors import OptionError
 from engine.generation.generate import Engine
+from engine.server.grammars import regex_grammar
 from engine.server.server import Service, State
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
@@ -66,6 +69,16 @@ def test_requests_together_equal_generate(engine: Engine, directory: Path) -> No
     assert sum(scheduler.runner.counts[1]) > 0
     with pytest.raises(OptionError, match="skip threshold is -1"):
         scheduler.check(_requests(engine, skip_threshold=-1.0)[0])
+
+
+def test_grammars_hold_beside_free_requests(engine: Engine) -> None:
+    free, held = _requests(engine), [replace(each, grammar=regex_grammar("(yes|no){3,4}!")) for each in _requests(engine)]
+    size = 8 * (30 * engine.cache_sizes[0] + engine.cache_sizes[1])
+    alone = [serve(engine, each, kv_cache_bytes=size)[0].tokens for each in free]
+    mixed = serve(engine, held[0], free[0], held[1], free[1], free[2], kv_cache_bytes=size)
+    assert [mixed[place].tokens for place in (1, 3, 4)] == alone
+    for each in (mixed[0], mixed[2]):
+        assert re.fullmatch("(yes|no){1,4}!?[yesno]*", each.text) and each.finish_reason in ("stop", "length")
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])

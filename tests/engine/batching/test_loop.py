@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_reference
+from packages_for_tests import needs_llguidance
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine.batching.loop import EngineLoop
 from engine.batching.request import Request, Update
 from engine.errors import BusyError, OptionError
 from engine.generation.generate import Engine
+from engine.generation.grammar_matcher import Grammars, Matcher
 
 PROMPT = (40, 41, 42, 43)
+GRAMMAR = 'start: "yes" | "no"'
 
 
 class Listener:
@@ -211,3 +214,59 @@ def test_what_can_never_fit_is_refused_at_once(engine: Engine, loops: Any) -> No
         EngineLoop(engine, kv_cache_bytes=1 << 16, max_model_length=4096)
     with pytest.raises(OptionError, match="queue"):
         EngineLoop(engine, kv_cache_bytes=1 << 20, max_queue=0)
+
+
+@needs_llguidance
+def test_a_grammar_is_compiled_while_others_run(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free requests overtake one whose grammar is still being compiled; it counts as waiting, and runs afterwards."""
+    compiled = Grammars.matcher
+    begun, go = threading.Event(), threading.Event()
+
+    def slowly(self: Grammars, grammar: str) -> Matcher:
+        begun.set()
+        assert go.wait(60)
+        return compiled(self, grammar)
+
+    monkeypatch.setattr(Grammars, "matcher", slowly)
+    loop = loops(max_queue=1)
+    held, free = Listener(), Listener()
+    loop.submit(Request(PROMPT, 20, grammar=GRAMMAR), held)
+    assert begun.wait(60)
+    with pytest.raises(BusyError):
+        loop.submit(Request(PROMPT, 3), free)
+    assert loop.load().waiting == 1 and not held.updates
+    loop._max_queue = 2
+    loop.submit(Request(PROMPT, 3), free)
+    assert free.end() == "length" and not held.updates
+    go.set()
+    assert held.end() == "stop" and held.threads == {"engine"}
+    assert "".join(update.text for update in held.updates) in ("yes", "no")
+
+
+def test_a_request_is_cancelled_while_its_grammar_is_compiled(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(Grammars, "matcher", lambda self, grammar: go.wait(60))
+    loop = loops()
+    held = Listener()
+    loop.cancel(loop.submit(Request(PROMPT, 20, grammar=GRAMMAR), held))
+    assert held.end() == "cancelled"
+    go.set()
+    assert loop.drain(60) and len(held.updates) == 1
+    again = Listener()
+    with pytest.raises(BusyError):
+        loop.submit(Request(PROMPT, 3), again)
+
+
+def test_a_failure_to_compile_ends_its_request_alone(
+    loops: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Grammars, grammar: str) -> Matcher:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Grammars, "matcher", fail)
+    loop = loops()
+    held, free = Listener(), Listener()
+    loop.submit(Request(PROMPT, 20, grammar=GRAMMAR), held)
+    loop.submit(Request(PROMPT, 3), free)
+    assert held.end() == "error" and "grammar" in held.updates[-1].error and free.end() == "length"
+    assert "broken" in caplog.text

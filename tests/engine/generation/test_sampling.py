@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from engine.errors import CheckpointError, OptionError
 from engine.generation.options import SamplingOptions
-from engine.generation.sampling import penalised, sample
+from engine.generation.sampling import penalised, penalised_rows, probabilities, sample, sample_by_inverse
 
 ALL = {0, 1, 2, 3, 4}
 PROBABILITIES = torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05])
@@ -97,8 +98,109 @@ def test_non_finite_logits_are_refused(bad: float) -> None:
         ({"seed": -1}, "seed"),
         ({"presence_penalty": 2.1}, "presence penalty"),
         ({"frequency_penalty": float("nan")}, "frequency penalty"),
+        ({"min_p": 1.1}, "min-p"),
+        ({"min_p": float("nan")}, "min-p"),
+        ({"top_n_sigma": -1.0}, "top-n-sigma"),
+        ({"top_n_sigma": float("inf")}, "top-n-sigma"),
+        ({"repetition_penalty": 0.0}, "repetition-penalty"),
+        ({"repetition_penalty": float("nan")}, "repetition-penalty"),
+        ({"logit_bias": ((3, 100.5),)}, "bias of token 3"),
+        ({"logit_bias": ((3, float("nan")),)}, "bias of token 3"),
     ],
 )
 def test_options_outside_their_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         SamplingOptions(**options)
+
+
+def kept(scores: list[float], **options: Any) -> list[int]:
+    """Return the tokens that may be drawn, given their scores."""
+    return probabilities(torch.tensor([scores]), SamplingOptions(temperature=1.0, **options))[0].nonzero()[:, 0].tolist()
+
+
+def test_min_p_is_a_fraction_of_the_largest_probability() -> None:
+    """The probabilities are 0.1, 0.5, 0.05, 0.3, 0.05, so 0.2 closes what is below 0.1, and 0.19 closes the same."""
+    scores = PROBABILITIES.log().tolist()
+    assert kept(scores, min_p=0.19) == [0, 1, 3] and kept(scores, min_p=0.21) == [1, 3] and kept(scores, min_p=1.0) == [1]
+    assert kept(scores, min_p=0.0) == [0, 1, 2, 3, 4]
+    # Halving the temperature squares the ratio 0.1 / 0.5 to 0.04.
+    cold = SamplingOptions(temperature=0.5, min_p=0.05)
+    assert probabilities(PROBABILITIES.log()[None], cold)[0].nonzero()[:, 0].tolist() == [1, 3]
+
+
+def test_min_p_comes_before_top_p() -> None:
+    """min-p leaves 0.5 and 0.3. The first, 0.5 / 0.8 = 0.625, reaches top-p 0.62; its share of all tokens, 0.5, does not."""
+    scores = PROBABILITIES.log().tolist()
+    assert kept(scores, min_p=0.5, top_p=0.62) == [1] and kept(scores, top_p=0.62) == [1, 3]
+
+
+def test_top_n_sigma_by_hand() -> None:
+    """The scores 1, 2, 3, 4, 10 have mean 4 and variance (9 + 4 + 1 + 0 + 36) / 5 = 10, so σ = 3.162."""
+    scores = [1.0, 2.0, 3.0, 4.0, 10.0]
+    assert kept(scores, top_n_sigma=1.0) == [4]
+    assert kept(scores, top_n_sigma=1.9) == [3, 4], "10 - 1.9 · 3.162 = 3.99"
+    assert kept(scores, top_n_sigma=2.3) == [2, 3, 4], "10 - 2.3 · 3.162 = 2.73"
+    # Both sides are divided by the temperature, so it changes nothing.
+    hot = SamplingOptions(temperature=2.0, top_n_sigma=1.9)
+    assert probabilities(torch.tensor([scores]), hot)[0].nonzero()[:, 0].tolist() == [3, 4]
+
+
+def test_top_n_sigma_is_over_the_tokens_that_may_follow() -> None:
+    """Without 10 the scores are 1, 2, 3, 4: mean 2.5, σ = √1.25 = 1.118, and 4 - 1.118 = 2.88."""
+    allowed = torch.tensor([[True, True, True, True, False]])
+    options = SamplingOptions(temperature=1.0, top_n_sigma=1.0)
+    shares = probabilities(torch.tensor([[1.0, 2.0, 3.0, 4.0, 10.0]]), options, allowed)[0]
+    expected = torch.tensor([0.0, 0.0, 1.0, math.e, 0.0]) / (1 + math.e)
+    assert torch.allclose(shares, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1.0])
+def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
+    """The excluded token is far above the others, which must not lose their precision to it at a low temperature."""
+    logits, allowed = torch.tensor([[50.0, 1.0, 3.0, 2.0]]), torch.tensor([[False, True, True, True]])
+    options = SamplingOptions(temperature)
+    assert torch.allclose(
+        probabilities(logits, options, allowed)[:, 1:], probabilities(logits[:, 1:], options), rtol=0, atol=1e-7
+    )
+    assert int(sample(logits, options, options.generator(), allowed)) in ((1, 2, 3) if temperature == 1 else (2,))
+
+
+def test_the_repetition_penalty_by_hand() -> None:
+    """Token 0 is of the prompt and token 3 was generated: 4 / 2 = 2, and -3 · 2 = -6. Token 1 is new, and stays."""
+    logits = torch.tensor([4.0, 1.0, 0.0, -3.0])
+    options = SamplingOptions(repetition_penalty=2.0)
+    assert penalised(logits, {3: 2}, options, [0, 2, 0]).tolist() == [2.0, 1.0, 0.0, -6.0]
+    assert penalised(logits, {}, options) is logits
+
+
+def test_a_bias_is_added_before_the_penalties() -> None:
+    """Token 0: (4 - 5) · 2 = -2, and -2 - 0.5 = -2.5. Token 1: 1 + 100."""
+    options = SamplingOptions(repetition_penalty=2.0, presence_penalty=0.5, logit_bias=((0, -5.0), (1, 100.0)))
+    assert penalised(torch.tensor([4.0, 1.0, 3.0]), {0: 1}, options).tolist() == [-2.5, 101.0, 3.0]
+
+
+def test_rows_have_their_own_text() -> None:
+    """Row 0 wrote token 1 after the prompt 0; row 1 wrote nothing after the prompt 2."""
+    options = SamplingOptions(repetition_penalty=2.0, frequency_penalty=0.25)
+    logits = torch.tensor([[4.0, 4.0, 4.0], [8.0, 8.0, 8.0]])
+    rows = penalised_rows(logits, [[1, 1], []], options, [[0], [2]])
+    assert rows.tolist() == [[2.0, 1.5, 4.0], [8.0, 8.0, 4.0]]
+    assert penalised_rows(logits, [[1], []], SamplingOptions(min_p=0.1), [[0], [2]]) is logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_p": 0.1},
+        {"top_n_sigma": 1.0},
+        {"top_k": 3, "min_p": 0.05},
+        {"top_p": 0.8, "top_n_sigma": 1.5},
+    ],
+)
+def test_both_ways_to_draw_have_one_distribution(options: dict[str, Any]) -> None:
+    chosen = SamplingOptions(temperature=0.8, **options)
+    expected = probabilities(PROBABILITIES.log()[None], chosen)[0]
+    for draw in (sample, sample_by_inverse):
+        tokens = draw(PROBABILITIES.log().expand(4000, -1), chosen, chosen.generator())
+        shares = torch.bincount(tokens, minlength=5) / 4000
+        assert torch.allclose(shares, expected, atol=0.03) and bool((shares[expected == 0] == 0).all())

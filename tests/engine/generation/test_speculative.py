@@ -197,7 +197,17 @@ def test_the_distributions_are_those_of_the_text_so_far(pair: tuple[Path, Path],
     """Despite earlier drafts and rejections, p and q of every round are those of a forward pass over all tokens."""
     target, draft = pair
     engine = Engine.open(target, draft=draft, draft_tokens=3)
-    options = SamplingOptions(1.5, top_p=0.95, top_k=40, presence_penalty=0.5, frequency_penalty=0.25)
+    options = SamplingOptions(
+        1.5,
+        top_p=0.95,
+        top_k=40,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        min_p=0.001,
+        top_n_sigma=3.5,
+        repetition_penalty=1.25,
+        logit_bias=((7, 1.5),),
+    )
     rounds: list[tuple[list[Tensor], list[Tensor], list[int], int]] = []
 
     def watched(p: list[Tensor], q: list[Tensor], drafted: list[int], uniforms: list[float]) -> tuple[int, int]:
@@ -218,6 +228,9 @@ def test_the_distributions_are_those_of_the_text_so_far(pair: tuple[Path, Path],
                 generated = written[:done] + drafted[:place]
                 with torch.inference_mode():
                     logits = decoder(torch.tensor([prompt + generated]))[0, -1].clone()  # type: ignore[operator]
+                    logits[7] += 1.5
+                    for token in {*prompt, *generated}:
+                        logits[token] *= 0.8 if logits[token] > 0 else 1.25
                     for token in generated:
                         logits[token] -= 0.25
                     logits[sorted(set(generated))] -= 0.5
