@@ -6,7 +6,6 @@ import copy
 import logging
 import time
 from collections import deque
-from functools import partial
 from threading import Condition, Thread, current_thread
 
 from engine.batching.options import QueueOptions
@@ -15,7 +14,7 @@ from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler, described_error
 from engine.errors import BusyError, OptionError
 from engine.generation.generate import Engine
-from engine.generation.text_stream import plain_text
+from engine.generation.text_stream import PlainText
 from engine.passes.memory_budget import resident_memory_bytes
 
 PREFILL_CHUNK = 256
@@ -55,7 +54,7 @@ class EngineLoop:
         )
         self.max_model_length = self._scheduler.max_model_length
         tokenizer = copy.deepcopy(engine.tokenizer)  # other threads may use the engine's tokenizer at the same time
-        self._surroundings = Surroundings(engine.end_tokens, partial(plain_text, tokenizer), engine.device)
+        self._surroundings = Surroundings(engine.end_tokens, PlainText(tokenizer), engine.device)
         self._max_queue = max_queue
         self._changed = Condition()
         """Guards the attributes below, and is notified when any of them changes."""

@@ -32,6 +32,10 @@ class Request:
     skip_threshold: float | None = None
     """Threshold of adaptive expert skipping; None for the engine's own."""
     ignore_end_tokens: bool = False
+    grammar: str = ""
+    """A grammar in llguidance's serialized form that the generated text must follow; empty for free text."""
+    shown_special_tokens: tuple[str, ...] = ()
+    """Texts of special tokens that are part of the generated text; others are left out."""
     namespace: str = ""
     """Namespace of the prefix cache: requests share cached prompts only within their namespace."""
     images: Mapping[str, Tensor] = field(default_factory=dict, compare=False)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,8 @@ class Surroundings:
     """Properties of an engine that all its requests share."""
 
     end_tokens: frozenset[int]
-    decode: Callable[[list[int]], str]
+    decode: Callable[..., str]
+    """Returns the text of token ids, as PlainText does."""
     device: torch.device
 
 
@@ -46,7 +48,9 @@ class RequestState:
         self.finished = False
         self._told_prompt = False
         end_tokens = frozenset() if request.ignore_end_tokens else shared.end_tokens
-        self._stream = TextStream(list(request.prompt), request.max_new_tokens, end_tokens, request.stop, shared.decode)
+        shown = frozenset(request.shown_special_tokens)
+        decode = partial(shared.decode, shown=shown) if shown else shared.decode
+        self._stream = TextStream(list(request.prompt), request.max_new_tokens, end_tokens, request.stop, decode)
         self._generator = request.sampling.generator(shared.device)
         self._counts: Counter[int] = Counter()
 

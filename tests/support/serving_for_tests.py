@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from engine.batching.request import Request, Update
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler
 from engine.generation.generate import Engine
-from engine.generation.text_stream import plain_text
+from engine.generation.text_stream import PlainText
 
 
 class Served:
@@ -17,7 +16,7 @@ class Served:
 
     def __init__(self, scheduler: Scheduler, engine: Engine, request: Request, number: int = 1) -> None:
         self.updates: list[Update] = []
-        surroundings = Surroundings(engine.end_tokens, partial(plain_text, engine.tokenizer), engine.device)
+        surroundings = Surroundings(engine.end_tokens, PlainText(engine.tokenizer), engine.device)
         scheduler.check(request)
         self.state = RequestState(number, request, self.updates.append, surroundings)
         scheduler.add(self.state)
