@@ -32,7 +32,10 @@ Call = Callable[[str, Mapping[str, Any], "Rules"], list[Part]]
 
 @dataclass(frozen=True)
 class Writing:
-    """How calls are written: an opening, the calls with something between them, and a closing."""
+    """How calls are written: an opening, the calls with something between them, and a closing.
+
+    What may follow a call has to differ in its first character, because the lexer of a grammar does not go back.
+    """
 
     call: Call
     """Returns the parts of one call, given the tool's name and the schema of its arguments."""
@@ -53,8 +56,13 @@ class Rules:
         self._lines: list[str] = []
 
     def sequence(self, parts: Sequence[Part]) -> str:
-        """Return parts one after the other."""
-        return " ".join(item for part in parts for item in ([part.text] if isinstance(part, Lark) else self._literal(part)))
+        """Return parts one after the other. Texts that follow each other are one, which leaves the lexer no choice."""
+        items, text = list[str](), ""
+        for part in parts:
+            if isinstance(part, Lark):
+                items += [*self._literal(text), part.text]
+            text = "" if isinstance(part, Lark) else text + part
+        return " ".join([*items, *self._literal(text)])
 
     def rule(self, body: str, options: str = "") -> Lark:
         """Add a rule and return its name."""
@@ -72,8 +80,10 @@ class Rules:
 
     def text_and(self, mark: str) -> Lark:
         """Return a rule for any text up to the first place where `mark` comes, and the mark."""
-        if self._marks.search(mark):
-            return self.rule(self.sequence([Lark(ANY_TEXT), mark]))  # no text has a special token
+        if special := self._marks.search(mark):  # no text has a special token, so it may be as long as possible
+            name = f"TEXT_{len(self._lines)}"
+            self._lines.append(f"{name}: {self.sequence([Lark(ANY_TEXT), mark[: special.start()]])}")
+            return self.rule(self.sequence([Lark(name), mark[special.start() :]]))
         return self.rule(f"{ANY_TEXT} {json.dumps(mark)}", "[lazy]")
 
     def grammar(self, start: Sequence[Part]) -> str:

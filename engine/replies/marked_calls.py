@@ -17,11 +17,13 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MOST_HEADER = 300
 """Characters of the longest header of a message in a channel."""
-_FENCE = "```"
-_RECIPIENT = re.compile(r"to=([\w.:-]+)")
-_TOOL = re.compile(r"to=functions\.([\w.:-]+)")
+_FENCE, _FUNCTION, _TOOLS = "```", "function", "functions."
+_TO = r"(?:\s*to=(?P<{}>[\w.:-]+))?"
+_HEADER = re.compile(
+    rf"(?:<\|start\|>(?:assistant)?)?{_TO.format('early')}(?:<\|channel\|>\s*(?P<channel>analysis|commentary|final))?{_TO.format('late')}"
+    r"\s*(?:<\|constrain\|>)?\s*(?:json|code|text)?\s*"
+)
 _NAME_OF_ID = re.compile(r"(?:functions\.)?([\w.-]+?)(?::\d+)?")
-_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def listed_calls(source: Source) -> Steps[None]:
@@ -65,6 +67,8 @@ def _separated(source: Source) -> Steps[None]:
     yield from source.space()
     fenced = (yield from source.peek()) != "{"
     if fenced:
+        if name != _FUNCTION:
+            raise MalformedError
         name = yield from source.word()
         yield from source.expect(_FENCE)
         yield from source.starts("json")
@@ -98,16 +102,14 @@ numbered_calls = in_sections(NUMBERED_SECTION, NUMBERED_SECTION_END, _numbered, 
 
 def channel_calls(source: Source) -> Steps[None]:
     """Parse messages in channels that are for `functions.name`."""
-    openings = (START, CHANNEL, " to=functions.")
-    while mark := (yield from source.text_until(*openings)):
+    while mark := (yield from source.text_until(START, CHANNEL, f" to={_TOOLS}")):
         source.mark(mark)
         try:
-            header = mark + (yield from source.until(MESSAGE, MOST_HEADER))
-            named = _TOOL.search(header)
-            if named is None:
+            _, recipient = header_parts(mark + (yield from source.until(MESSAGE, MOST_HEADER)))
+            if not recipient.startswith(_TOOLS):
                 raise MalformedError
             yield from source.space()
-            yield from begin_call(source, named[1])
+            yield from begin_call(source, recipient.removeprefix(_TOOLS))
             yield from source.space()
             yield from source.starts(*MESSAGE_ENDS)
         except MalformedError:
@@ -115,6 +117,11 @@ def channel_calls(source: Source) -> Steps[None]:
 
 
 def header_parts(header: str) -> tuple[str, str]:
-    """Return the channel of a message in channels, and whom it is for; each may be empty."""
-    channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
-    return channel[1] if channel else "", recipient[1] if recipient else ""
+    """Return the channel of a message in channels, and whom it is for; each may be empty.
+
+    Raises MalformedError for a header of another form.
+    """
+    found = _HEADER.fullmatch(header)
+    if found is None:
+        raise MalformedError
+    return found["channel"] or "", found["early"] or found["late"] or ""

@@ -21,6 +21,8 @@ from engine.replies.events import Event, MalformedError, Steps, Text, Thought
 
 MOST_NAME = 128
 """Characters of the longest name of a tool or parameter that is waited for."""
+MOST_MALFORMED = 50
+"""Malformed calls in a reply after which all of it is content: each is read again, which takes time."""
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[\w.:/-]*")
 
@@ -34,6 +36,7 @@ class Source:
         """Whether no more text will come."""
         self._since: str | None = None
         """Text that was read since the mark; None without a mark."""
+        self._malformed = 0
         self._opening = 0
         """How much of it becomes content if it is given back."""
 
@@ -56,6 +59,7 @@ class Source:
 
     def give_back(self) -> Steps[None]:
         """Make the opening content, and all that was read after it unread again."""
+        self._malformed += 1
         text, self._since = (self._since or "") + self.unread, None
         self.unread = text[self._opening :]
         if self._opening:
@@ -142,6 +146,7 @@ class Source:
         Text that may be the beginning of a mark is held back. strips: leave out white space before the mark.
         """
         self._since = None
+        marks = marks if self._malformed < MOST_MALFORMED else ()
         while True:
             places = [(place, -len(mark), mark) for mark in marks if (place := self.unread.find(mark)) >= 0]
             place, _, mark = min(places, default=(self._plain(marks), 0, ""))

@@ -133,10 +133,9 @@ TOOL_FORMS: dict[str, ToolForm] = {
         ("｜DSML｜",),
         _tagged(DSML, DSML_SECTION, DSML_SECTION_END),
         _always(
-            tagged_writing_of(DSML, '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>"),
+            tagged_writing_of(DSML, '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>\n"),
             opening=f"{DSML_SECTION}\n",
-            between="\n",
-            closing=f"\n{DSML_SECTION_END}",
+            closing=DSML_SECTION_END,
         ),
     ),
     "deepseek_v3": ToolForm(
@@ -183,10 +182,9 @@ TOOL_FORMS: dict[str, ToolForm] = {
         (INVOKE_SECTION, INVOKE_SECTION_END),
         _tagged(INVOKE, INVOKE_SECTION, INVOKE_SECTION_END),
         _always(
-            tagged_writing_of(INVOKE, '<invoke name="NAME">\n', "</invoke>"),
+            tagged_writing_of(INVOKE, '<invoke name="NAME">\n', "</invoke>\n"),
             opening=f"{INVOKE_SECTION}\n",
-            between="\n",
-            closing=f"\n{INVOKE_SECTION_END}",
+            closing=INVOKE_SECTION_END,
         ),
     ),
     "qwen3_coder": ToolForm(

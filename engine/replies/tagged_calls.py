@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.replies.events import Schemas, Steps
+from engine.replies.events import MalformedError, Schemas, Steps
 from engine.replies.json_calls import parsed, whole_call
 from engine.replies.source import MOST_NAME, Source
 
 NO_TYPES: frozenset[str] = frozenset()
+_STRING, _OTHER = 'string="true"', 'string="false"'
 _TYPE_OF = {
     str: "string",
     bool: "boolean",
@@ -71,6 +72,8 @@ def tagged_call(tags: Tags, schemas: Schemas) -> Callable[[Source], Steps[None]]
             yield from source.expect(tags.key)
             key = yield from source.until(tags.keyed, MOST_NAME)
             attributes = (yield from source.until(tags.typed, MOST_NAME)) if tags.typed else ""
+            if tags.typed and attributes.strip() not in (_STRING, _OTHER):
+                raise MalformedError
             if tags.value:
                 yield from source.expect(tags.value)
             text = yield from source.until(tags.valued)
@@ -84,8 +87,8 @@ def tagged_call(tags: Tags, schemas: Schemas) -> Callable[[Source], Steps[None]]
 
 def _types(key: str, schema: Mapping[str, Any], attributes: str) -> frozenset[str]:
     """Return the types that an argument may have; none if its schema does not say."""
-    if 'string="' in attributes:
-        return frozenset({"string"}) if 'string="true"' in attributes else NO_TYPES
+    if attributes:
+        return frozenset({"string"}) if attributes.strip() == _STRING else NO_TYPES
     properties = schema.get("properties")
     own = properties.get(key) if isinstance(properties, Mapping) else None
     return schema_types(own, schema)

@@ -45,10 +45,10 @@ def channel_thoughts(source: Source, inside: bool) -> Steps[None]:
         source.mark(mark)
         try:
             header = mark + (yield from source.until(MESSAGE, MOST_HEADER))
+            channel, recipient = header_parts(header)
         except MalformedError:
             yield from source.give_back()
         else:
-            channel, recipient = header_parts(header)
             passes = recipient not in NOT_RECIPIENTS
             if passes:
                 yield Text(header + MESSAGE)
