@@ -6,7 +6,7 @@ Nothing here imports torch: it runs in the process that reads bodies.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from engine.server.text_reader import TextReader
 MOST_TOOLS = 1_024
 MOST_VARIABLES_BYTES = 64_000
 """Limit on the JSON of `chat_template_kwargs`."""
+MOST_LEVELS = 100
+"""Limit on how deeply schemas of tools and variables of a template are nested."""
 NO_PLACE = (
     "tools are given, and the model's chat template has no place for them, so the model would not see them; leave them "
     "out, or serve a model whose template takes tools"
@@ -128,6 +130,8 @@ class ToolReader:
             raise ApiError(400, f"{name} has {taken[0]!r:.80}, which the server sets; leave it out", param=name)
         if wrong := [key for key in given if not key.isidentifier()]:
             raise ApiError(400, f"{name} has {wrong[0]!r:.80}, which is no name of a variable", param=name)
+        if _is_deep(given):
+            raise ApiError(400, f"{name} is nested in more than {MOST_LEVELS} levels; give a flatter object", param=name)
         if len(json.dumps(given)) > MOST_VARIABLES_BYTES:
             raise ApiError(400, f"{name} is longer than {MOST_VARIABLES_BYTES} bytes, the limit; shorten it", param=name)
         effort = body.reasoning_effort
@@ -158,6 +162,23 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             raise ApiError(400, said, param="tools")
         if not isinstance((parameters or {}).get("properties", {}), dict):
             raise ApiError(400, f"tools: the properties of {name!r} are no object", param="tools")
+        if _is_deep(parameters):
+            said = f"tools: the parameters of {name!r} are nested in more than {MOST_LEVELS} levels; give a flatter schema"
+            raise ApiError(400, said, param="tools")
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested in more than MOST_LEVELS levels."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        level = [each for one in level if isinstance(one, dict | list) for each in _members(one)]
+        if not level:
+            return False
+    return True
+
+
+def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _described(tool: Tool) -> dict[str, Any]:
