@@ -132,13 +132,13 @@ def numbered_call(begin: str, middle: str, end: str) -> Call:
     return call
 
 
-def tagged_writing_of(tags: Tags, begin: str, end: str) -> Call:
-    """Return the writing of a call with a tag for each argument, each in a line, in the order of the schema.
+def tagged_writing_of(tags: Tags, begin: str, end: str, between: str = "\n") -> Call:
+    """Return the writing of a call with a tag for each argument, in the order of the schema.
 
-    begin, end: what stands around the arguments, NAME being the tool's name.
+    begin, end: what stands around the arguments, NAME being the tool's name. between: what follows each tag.
     """
-    line, gap = "\n" if tags.strips_lines else "", "\n" if tags.value else ""
-    after = f"{line}{tags.valued}\n"
+    line, gap = "\n" if tags.strips_lines else "", between if tags.value else ""
+    after = f"{line}{tags.valued}{between}"
 
     def argument(name: Part, types: frozenset[str], value: Sequence[Part]) -> list[Part]:
         attributes = f' string="{"true" if "string" in types else "false"}"{tags.typed}' if tags.typed else ""

@@ -9,6 +9,7 @@ from engine.replies.json_calls import begin_call, call_in_json, in_sections
 from engine.replies.source import Source
 
 TOOL_CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+LIST_OF_CALLS = "<|tool_call|>"
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 NUMBERED_SECTION, NUMBERED_SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -26,10 +27,10 @@ _HEADER = re.compile(
 _NAME_OF_ID = re.compile(r"(?:functions\.)?([\w.-]+?)(?::\d+)?")
 
 
-def listed_calls(source: Source) -> Steps[None]:
-    """Parse `[TOOL_CALLS][{…}, {…}]`, and `[TOOL_CALLS]name[ARGS]{…}` for each call."""
-    while (yield from source.text_until(TOOL_CALLS)):
-        source.mark(TOOL_CALLS)
+def listed_calls(source: Source, opening: str = TOOL_CALLS) -> Steps[None]:
+    """Parse `[TOOL_CALLS][{…}, {…}]`, and `[TOOL_CALLS]name[ARGS]{…}` for each call; `opening`: another mark before them."""
+    while (yield from source.text_until(opening)):
+        source.mark(opening)
         try:
             yield from source.space()
             character = yield from source.peek()

@@ -91,6 +91,16 @@ def _listed(template: str) -> Writing:
     return Writing(json_call('{"name": "NAME", "arguments": ', "}"), f"{marks.TOOL_CALLS}[", ", ", "]")
 
 
+def _keyed(template: str) -> Writing:
+    between = "" if f"{KEYS.keyed}{KEYS.value}" in template else "\n"
+    return Writing(tagged_writing_of(KEYS, f"{TOOL_CALL}NAME{between}", TOOL_CALL_END, between), between=between)
+
+
+def _dsml(section: str) -> Callable[[str], Writing]:
+    call = tagged_writing_of(DSML, '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>\n")
+    return _always(call, opening=f"<｜DSML｜{section}>\n", closing=f"</｜DSML｜{section}>")
+
+
 LINES = Tags(
     call="<function=", named=">", end="</function>", key="<parameter=", keyed=">", valued="</parameter>", strips_lines=True
 )
@@ -114,7 +124,6 @@ DSML = Tags(
     valued="</｜DSML｜parameter>",
 )
 INVOKE = Tags(call='<invoke name="', named='">', end="</invoke>", key='<parameter name="', keyed='">', valued="</parameter>")
-DSML_SECTION, DSML_SECTION_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
 INVOKE_SECTION, INVOKE_SECTION_END = "<minimax:tool_call>", "</minimax:tool_call>"
 SEPARATED = (marks.SECTION, marks.SECTION_END, marks.CALL, marks.SEPARATOR, marks.CALL_END)
 CHANNELS = (marks.START, marks.CHANNEL, marks.MESSAGE, marks.CONSTRAIN, *marks.MESSAGE_ENDS)
@@ -129,14 +138,17 @@ TOOL_FORMS: dict[str, ToolForm] = {
     ),
     "deepseek_v32": ToolForm(
         '<｜DSML｜function_calls> <｜DSML｜invoke name="NAME"> <｜DSML｜parameter name="KEY" string="true">…',
+        ("｜DSML｜", "function_calls>"),
         ("｜DSML｜",),
+        _tagged(DSML, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        _dsml("function_calls"),
+    ),
+    "deepseek_v4": ToolForm(
+        '<｜DSML｜tool_calls> <｜DSML｜invoke name="NAME"> <｜DSML｜parameter name="KEY" string="true">…',
+        ("｜DSML｜", "tool_calls>"),
         ("｜DSML｜",),
-        _tagged(DSML, DSML_SECTION, DSML_SECTION_END),
-        _always(
-            tagged_writing_of(DSML, '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>\n"),
-            opening=f"{DSML_SECTION}\n",
-            closing=DSML_SECTION_END,
-        ),
+        _tagged(DSML, "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+        _dsml("tool_calls"),
     ),
     "deepseek_v3": ToolForm(
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME ```json {…} ```<｜tool▁call▁end｜>…",
@@ -199,7 +211,7 @@ TOOL_FORMS: dict[str, ToolForm] = {
         (TOOL_CALL, KEYS.key),
         (TOOL_CALL, TOOL_CALL_END, KEYS.key, KEYS.keyed, KEYS.value, KEYS.valued),
         _tagged(KEYS, TOOL_CALL, TOOL_CALL_END),
-        _always(tagged_writing_of(KEYS, f"{TOOL_CALL}NAME\n", TOOL_CALL_END), between="\n"),
+        _keyed,
     ),
     "hermes": ToolForm(
         '<tool_call> {"name": "NAME", "arguments": {…}} </tool_call>',
@@ -219,6 +231,15 @@ TOOL_FORMS: dict[str, ToolForm] = {
         _listed,
         new_id=short_call_id,
     ),
+    "granite": ToolForm(
+        '<|tool_call|>[{"name": "NAME", "arguments": {…}}]',
+        (marks.LIST_OF_CALLS,),
+        (marks.LIST_OF_CALLS,),
+        lambda source, schemas: marks.listed_calls(source, marks.LIST_OF_CALLS),
+        _always(
+            json_call('{"name": "NAME", "arguments": ', "}"), opening=f"{marks.LIST_OF_CALLS}[", between=", ", closing="]"
+        ),
+    ),
     "llama4_pythonic": ToolForm(
         '[NAME(KEY="…"), …] at the beginning of the reply',
         ("func_name1(",),
@@ -228,10 +249,10 @@ TOOL_FORMS: dict[str, ToolForm] = {
     ),
     "llama3_json": ToolForm(
         '{"name": "NAME", "parameters": {…}} at the beginning of the reply, also after <|python_tag|>',
-        ('{"name": ', '"parameters": '),
+        ('"parameters": dictionary',),
         (*OPENINGS, CLOSING),
         json_calls,
-        _always(json_call('{"name": "NAME", "parameters": ', "}"), between="; "),
+        _always(json_call('{"name": "NAME", "parameters": ', "}"), takes_several=False),
     ),
 }
 """Forms of calls, by the name that `--tool-parser` takes."""

@@ -137,7 +137,8 @@ class ToolReader:
         effort = body.reasoning_effort
         if effort is None:
             return dict(given)
-        return ({"enable_thinking": False} if effort == "none" else {}) | {"reasoning_effort": effort} | given
+        off = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+        return off | {"reasoning_effort": effort} | given
 
     def _begins_inside(self, prompt: str) -> bool:
         reasoning = REASONING_FORMS.get(self._reasoning)

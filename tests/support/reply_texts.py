@@ -146,6 +146,28 @@ RECORDED = {
         "</｜DSML｜function_calls>",
         (("save.text-2", TEXT), ("get_weather", {"city": "5", "days": 5})),
     ),
+    "deepseek_v4": Recorded(
+        "deepseek_v4",
+        'Easy.</think>\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        f'<｜DSML｜parameter name="city" string="true">{CITY["city"]}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        (("get_weather", CITY), ("now", {})),
+        thought="Easy.",
+        reasoning="qwen3",
+        inside=True,
+    ),
+    "granite": Recorded(
+        "granite",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {JSON_CITY}}}, {{"name": "now", "arguments": {{}}}}]',
+        (("get_weather", CITY), ("now", {})),
+    ),
+    "glm45, without lines": Recorded(
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rom</arg_value><arg_key>near</arg_key>"
+        "<arg_value>[1]</arg_value></tool_call><tool_call>now</tool_call>",
+        (("get_weather", {"city": "Rom", "near": [1]}), ("now", {})),
+    ),
     "glm45": Recorded(
         "glm45",
         "\n<think>Which city?</think>\nOne moment.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
@@ -250,6 +272,8 @@ MALFORMED = {
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="a" other>1</｜DSML｜parameter>',
         "<｜DSML｜function_calls>",
     ),
+    "deepseek_v4": ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜tool_calls>',),
+    "granite": ('<|tool_call|>{"name": ', "<|tool_call|>[]", "<|tool_call|>text"),
     "glm45": (
         "<tool_call>now\n<arg_key>a</arg_key>\n</tool_call>",
         "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1",

@@ -70,6 +70,13 @@ WRITTEN = {
         "\n",
         "\n</｜DSML｜function_calls>",
     ),
+    "deepseek_v4": (
+        '<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>',
+        "<｜DSML｜tool_calls>\n",
+        "\n",
+        "\n</｜DSML｜tool_calls>",
+    ),
+    "granite": ('{{"name": "{name}", "arguments": {arguments}}}', "<|tool_call|>[", ", ", "]"),
     "minimax_m2": ('<invoke name="{name}">\n{arguments}</invoke>', "<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"),
 }
 """How each form writes a call, and what stands before, between and after calls."""
@@ -77,9 +84,12 @@ ARGUMENT = {
     "qwen3_coder": "<parameter={key}>\n{value}\n</parameter>\n",
     "glm45": "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
     "deepseek_v32": '<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
+    "deepseek_v4": '<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
     "minimax_m2": '<parameter name="{key}">{value}</parameter>\n',
 }
 FORMS = pytest.mark.parametrize("form", [name for name, form in TOOL_FORMS.items() if form.writing])
+ONE_CALL = ("openai", "llama3_json")
+"""Forms whose forced calls are one for each reply."""
 KINDS = pytest.mark.parametrize("special", [False, True], ids=["text", "special tokens"])
 
 
@@ -168,7 +178,7 @@ def test_what_a_family_writes_is_accepted_and_parsed(form: str, special: bool) -
         reply(form, call(form, "get_weather", city=VALUE)),
         reply(form, call(form, "mode", mode="slow")),
     ]
-    texts += [] if form == "openai" else [reply(form, city, now), reply(form, now, now, city)]
+    texts += [] if form in ONE_CALL else [reply(form, city, now), reply(form, now, now, city)]
     for text in texts:
         assert forced.takes(text)
         content, _, calls = taken_apart(ReplyForm(form, schemas=SCHEMAS), [text])
@@ -199,7 +209,7 @@ def test_what_a_request_does_not_allow_is_refused(form: str, special: bool) -> N
         f"{reply(form, now)} Hi.",
     ):
         assert not forced.takes(text), text
-    if form != "openai":
+    if form not in ONE_CALL:
         assert forced.takes(reply(form, city, now)) and not Forced(form, special, several=False).takes(
             reply(form, city, now)
         )
@@ -225,6 +235,13 @@ def test_a_form_that_has_names_after_its_mark_is_seen_by_its_template() -> None:
     forced = Forced("mistral", True, template="[TOOL_CALLS] [ARGS]")
     assert forced.takes(f"[TOOL_CALLS]get_weather[ARGS]{JSON_CITY}[TOOL_CALLS]now[ARGS]{{}}")
     assert not forced.takes('[TOOL_CALLS][{"name": "now", "arguments": {}}]')
+
+
+def test_a_form_without_lines_is_seen_by_its_template() -> None:
+    forced = Forced("glm45", True, template="<arg_key>{{ k }}</arg_key>\n<arg_value>")
+    text = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rom</arg_value></tool_call><tool_call>now</tool_call>"
+    assert not forced.takes(text), "this template has something between the tags"
+    assert Forced("glm45", True, template="</arg_key><arg_value>").takes(text)
 
 
 def test_arguments_without_properties_are_free() -> None:
