@@ -60,17 +60,34 @@ def render(
     tools: descriptions of tools in OpenAI's form. variables: further variables of the template, with no RESERVED name.
     Raises OptionError if the template refuses the messages, fails, or takes longer than TEMPLATE_SECONDS.
     """
-    said = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    objects, found = _with_objects(said)
+    import transformers.utils.chat_template_utils  # noqa: F401  # before the time is measured
+
+    said: list[Mapping[str, Any]] = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
     options: dict[str, Any] = {**(variables or {}), **special_tokens, "add_generation_prompt": True}
+    try:
+        with _processor_time(TEMPLATE_SECONDS):
+            return _rendered_with_calls(template, said, tools, options)
+    except _TooLong as error:
+        raise OptionError(
+            f"the model's chat template takes longer than {TEMPLATE_SECONDS:g} s for these messages; change them"
+        ) from error
+
+
+def _rendered_with_calls(
+    template: str, messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
+    """Return the text of messages with the arguments of their calls as objects, or as texts if the template takes those."""
+    objects, found = _with_objects(messages)
     try:
         text = _rendered(template, objects, tools, options)
         if not any(repr(each) in text for each in found):
             return text
     except OptionError:
-        if not found:
+        if objects == messages:
             raise
-    return _rendered(template, said, tools, options)  # this template appends arguments to other text, or prints them
+    return _rendered(template, messages, tools, options)  # the template appends arguments to other text, or prints them
 
 
 def _with_objects(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
@@ -103,16 +120,11 @@ def _rendered(
     from transformers.utils import chat_template_utils
 
     try:
-        with _processor_time(TEMPLATE_SECONDS):
-            given: Any = list(tools) or None
-            said: Any = [list(messages)]
-            texts: Any = chat_template_utils.render_jinja_template(said, given, chat_template=template, **options)
+        given: Any = list(tools) or None
+        said: Any = [list(messages)]
+        texts: Any = chat_template_utils.render_jinja_template(said, given, chat_template=template, **options)
         text = str(texts[0][0])
         text.encode()  # JSON can encode half of a surrogate pair, which is not a character
-    except _TooLong as error:
-        raise OptionError(
-            f"the model's chat template takes longer than {TEMPLATE_SECONDS:g} s for these messages; change them"
-        ) from error
     except Exception as error:  # a template may divide by zero, recurse without end, or run out of memory
         reason = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
         raise OptionError(f"the model's chat template cannot take these messages: {reason}; change them") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -39,6 +40,21 @@ def called(*arguments: str) -> list[Any]:
 )
 def test_arguments_are_what_a_template_takes(body: str, written: str) -> None:
     assert render(CALLS.replace("BODY", body), called(ARGUMENTS), {}) == f"0:f{written};"
+
+
+def test_a_template_that_only_takes_texts_takes_empty_ones() -> None:
+    assert (
+        render(CALLS.replace("BODY", "{{ '<' + a + '>' }}"), called("{}", ARGUMENTS), {}) == f"0:f<{{}}>;1:f<{ARGUMENTS}>;"
+    )
+
+
+def test_the_time_limit_is_for_both_attempts() -> None:
+    """A template that takes neither form gets no second half second."""
+    loop = "{% for b in range(99999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+    start = time.process_time()
+    with pytest.raises(OptionError, match="takes longer than"):
+        render(CALLS.replace("BODY", loop), called(ARGUMENTS), {})
+    assert time.process_time() - start < 0.9
 
 
 def test_arguments_that_are_no_object_are_passed_as_they_are() -> None:
