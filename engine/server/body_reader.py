@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from engine.checkpoint.chat_template import takes_tools
 from engine.errors import CompressError, OptionError
 from engine.files.image_file import decoded_images
 from engine.replies.reply import ReplyForm
@@ -34,7 +35,7 @@ from engine.server.schema import (
     refuse,
 )
 from engine.server.text_reader import TextReader, TokenizerSettings
-from engine.server.tools import Asking, ToolReader, check_calls
+from engine.server.tools import NO_PLACE, Asking, ToolReader, check_calls
 
 if TYPE_CHECKING:
     from engine.transformers_models.image_reader import ImageReader
@@ -238,6 +239,8 @@ class BodyReader:
             turns.append(turn | {"role": role, "content": content_parts(message)} | ({"tool_calls": calls} if calls else {}))
             self._check_bytes(content_text(message), "messages")
         if urls and self._images is not None:
+            if asking.tools and not takes_tools(self._images.template or ""):
+                raise ApiError(400, NO_PLACE, param="tools", code="unsupported_parameter")
             text = self._images.conversation_text(turns, asking.tools, asking.variables)
             self._check_bytes(text, "messages")
             return text, *self._images.conversation(text, decoded_images(image_files(urls)))

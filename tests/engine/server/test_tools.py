@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -339,6 +340,19 @@ def test_tools_without_a_form_that_is_known(tokenizer: Any) -> None:
         found = read(tokenizer, own, parser, tools=TOOLS, tool_choice=choice).form
         assert found == ReplyForm()
     assert read(tokenizer, template, "hermes", tools=TOOLS).form.tools == "hermes"
+
+
+def test_the_template_of_images_needs_a_place_for_tools_too(tokenizer: Any) -> None:
+    made, path = tokenizer
+    own = replace(tokenizer_settings(made, path, VOCABULARY), chat_template="{{ tools }}<tool_call>")
+    reader = BodyReader(ReadingSettings(own, "tiny", 8192, 16, most_skip_threshold=0.0))
+    images: Any = SimpleNamespace(template="{{ messages }}")
+    reader._images = images
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"messages": [{"role": "user", "content": [image]}], "tools": TOOLS}
+    with pytest.raises(ApiError, match="has no place") as caught:
+        reader.read("/v1/chat/completions", json.dumps(body).encode())
+    assert caught.value.param == "tools"
 
 
 def test_a_form_that_cannot_be_forced_is_forced_in_another(tokenizer: Any) -> None:
