@@ -18,6 +18,9 @@ from engine.replies.tagged_calls import Tags, schema_types
 ANY_TEXT = r"/(.|\n)*/"
 _ANY_NAME = r"/[A-Za-z0-9_.-]{1,64}/"
 _SHARED = ("$defs", "definitions")
+_JSON_OPTIONS = {"whitespace_pattern": r"\n?[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
+"""Options of llguidance for a schema: little space between its tokens, which a model could write without end, and an error
+for keywords that it does not hold."""
 
 
 class Lark(NamedTuple):
@@ -76,7 +79,7 @@ class Rules:
 
     def json(self, schema: Mapping[str, Any]) -> Lark:
         """Return a rule for JSON of a schema."""
-        return self.rule(f"%json {json.dumps(schema)}")
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
 
     def text_and(self, mark: str) -> Lark:
         """Return a rule for any text up to the first place where `mark` comes, and the mark."""

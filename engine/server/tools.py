@@ -94,8 +94,11 @@ class ToolReader:
         tools = TOOL_FORMS[self._tools].forced if asking.forced else ""
         return replace(form, tools=tools or self._tools, schemas=asking.schemas, parallel=asking.several)
 
-    def grammar(self, asking: Asking, form: ReplyForm) -> str:
-        """Return the grammar of a reply that has to be a call; empty for any other."""
+    def grammar(self, asking: Asking, form: ReplyForm, *, in_tokens: bool = True) -> str:
+        """Return the grammar of a reply that has to be a call; empty for any other.
+
+        in_tokens: whether marks that are special tokens have their ids; otherwise all of it is text, for any tokenizer.
+        """
         if not asking.forced or asking.schemas is None:
             return ""
         tools, reasoning = TOOL_FORMS[form.tools], REASONING_FORMS.get(form.reasoning)
@@ -104,7 +107,7 @@ class ToolReader:
         return calls_grammar(
             tools.writing(self._texts.tool_template),
             asking.schemas,
-            self._texts.special_ids(form.marks),
+            self._texts.special_ids(form.marks) if in_tokens else {},
             several=asking.several,
             before=lambda rules: [] if reasoning is None else reasoning.before(rules, inside),
         )

@@ -244,6 +244,18 @@ def test_a_form_without_lines_is_seen_by_its_template() -> None:
     assert Forced("glm45", True, template="</arg_key><arg_value>").takes(text)
 
 
+def test_space_in_arguments_has_an_end_and_keywords_are_held_or_refused() -> None:
+    forced = Forced("hermes", False, names=("now",))
+    call_with = '<tool_call>\n{{"name": "now", "arguments": {{{}}}}}\n</tool_call>'
+    assert forced.takes(call_with.format(" ")) and not forced.takes(call_with.format(" " * 200))
+    for schema in ({"not": {"type": "string"}}, {"x-guidance": {"lenient": True}, "not": {}}):
+        writing = TOOL_FORMS["hermes"].writing
+        assert writing is not None
+        grammar = calls_grammar(writing(""), {"f": schema}, {}, several=False, before=lambda rules: [])
+        matcher = llguidance.LLMatcher(tokenizers(())[1], grammar, log_level=0)
+        assert matcher.is_error() and "not" in matcher.get_error()
+
+
 def test_arguments_without_properties_are_free() -> None:
     tokenizer, own = tokenizers(())
     for form, text in (
