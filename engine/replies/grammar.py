@@ -16,6 +16,8 @@ from engine.replies.events import Schemas
 from engine.replies.tagged_calls import Tags, schema_types
 
 ANY_TEXT = r"/(.|\n)*/"
+MOST_COUNTED = 1_000
+"""Largest maxLength of a text between tags that is held; counting takes work for each character."""
 _ANY_NAME = r"/[A-Za-z0-9_.-]{1,64}/"
 _SHARED = ("$defs", "definitions")
 _JSON_OPTIONS = {"whitespace_pattern": r"\n?[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
@@ -81,13 +83,13 @@ class Rules:
         """Return a rule for JSON of a schema."""
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
 
-    def text_and(self, mark: str) -> Lark:
-        """Return a rule for any text up to the first place where `mark` comes, and the mark."""
+    def text_and(self, mark: str, text: str = ANY_TEXT) -> Lark:
+        """Return a rule for text up to the first place where `mark` comes, and the mark. text: a regular expression."""
         if special := self._marks.search(mark):  # no text has a special token, so it may be as long as possible
             name = f"TEXT_{len(self._lines)}"
-            self._lines.append(f"{name}: {self.sequence([Lark(ANY_TEXT), mark[: special.start()]])}")
+            self._lines.append(f"{name}: {self.sequence([Lark(text), mark[: special.start()]])}")
             return self.rule(self.sequence([Lark(name), mark[special.start() :]]))
-        return self.rule(f"{ANY_TEXT} {json.dumps(mark)}", "[lazy]")
+        return self.rule(f"{text} {json.dumps(mark)}", "[lazy]")
 
     def grammar(self, start: Sequence[Part]) -> str:
         """Return the grammar that begins with a sequence."""
@@ -170,5 +172,14 @@ def _value(own: Any, types: frozenset[str], shared: Mapping[str, Any], after: st
     if isinstance(members, list) and members and all(isinstance(member, str) for member in members):
         return [rules.choice([[member] for member in members]), after]
     if "string" in types or not types:
-        return [rules.text_and(after)]
+        return [rules.text_and(after, _text_of(own) if types == {"string"} else ANY_TEXT)]
     return [rules.json({**own, **shared}), after]
+
+
+def _text_of(own: Any) -> str:
+    """Return the regular expression of texts with at most the characters of a schema, up to MOST_COUNTED.
+
+    A minimum would let a text contain its own end.
+    """
+    most = own.get("maxLength")
+    return rf"/(.|\n){{0,{most}}}/" if isinstance(most, int) and 0 <= most <= MOST_COUNTED else ANY_TEXT

@@ -256,6 +256,25 @@ def test_space_in_arguments_has_an_end_and_keywords_are_held_or_refused() -> Non
         assert matcher.is_error() and "not" in matcher.get_error()
 
 
+@pytest.mark.parametrize("form", list(ARGUMENT))
+@KINDS
+def test_lengths_of_texts_between_tags(form: str, special: bool) -> None:
+    tokenizer, own = tokenizers(TOOL_FORMS[form].marks if special else ())
+    ids = {text: token for token, text in special_tokens(tokenizer).items() if text in TOOL_FORMS[form].marks}
+    writing = TOOL_FORMS[form].writing
+    assert writing is not None
+    for bounds, right, wrong in (
+        ({"maxLength": 4}, ("", "ab", "<\n/ö"), ("abcde", "a" * 100)),
+        ({"maxLength": 2000}, ("", "a" * 3000), ()),
+    ):
+        schema = {"type": "object", "properties": {"a": {"type": "string", **bounds}}, "required": ["a"]}
+        grammar = calls_grammar(writing(""), {"f": schema}, ids, several=False, before=lambda rules: [])
+        for text in (*right, *wrong):
+            matcher = llguidance.LLMatcher(own, grammar, log_level=0)
+            tokens = tokenizer(reply(form, call(form, "f", a=text)), add_special_tokens=False)["input_ids"]
+            assert (matcher.validate_tokens(tokens) == len(tokens)) is (text in right), (bounds, text)
+
+
 def test_arguments_without_properties_are_free() -> None:
     tokenizer, own = tokenizers(())
     for form, text in (
