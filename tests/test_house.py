@@ -28,6 +28,7 @@ ENGINE = (
     "onnx",
     "generation",
     "batching",
+    "replies",
     "server",
     "bench",
 )
@@ -70,6 +71,7 @@ FAMILIES = re.compile(
     r"mixtral|qwen|olmoe|llama|mistral|deepseek|kimi|\bglm|granite|phi_?moe|gpt.?oss|ernie|minimax|switch_?transformer|\bt5",
     re.IGNORECASE,
 )
+FAMILY_ROOMS = {"engine/families", "engine/replies"}
 PROGRAMS = re.compile(r"llama\.cpp|llama-quantize")
 """Programs with the name of a family."""
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
@@ -177,11 +179,11 @@ def test_relative_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert set(shape.imported_names(tmp_path / "a" / "b" / name)) == {"a.b", "a.b.x", "a.b.y", "a.b.y.z", "a", "a.v"}
 
 
-def test_only_the_room_of_families_names_families() -> None:
+def test_only_the_rooms_of_families_and_replies_name_families() -> None:
     named = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in shape.source_files()
-        if path.parent != ROOT / "engine" / "families"
+        if shape.room_of(path) not in FAMILY_ROOMS
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if FAMILIES.search(PROGRAMS.sub("", line)) and "arXiv" not in line  # a paper may be cited by its name
     ]

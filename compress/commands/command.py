@@ -36,6 +36,7 @@ GROUPS = (
     "What to check",
     "Address",
     "Who may ask",
+    "Tools and reasoning",
     "Output",
     "Calibration text",
     "Text",

@@ -17,7 +17,7 @@ from engine.batching.scheduler import Scheduler, described_error
 from engine.errors import BusyError, OptionError
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars
-from engine.generation.text_stream import plain_text
+from engine.generation.text_stream import PlainText
 from engine.passes.memory_budget import resident_memory_bytes
 
 PREFILL_CHUNK = 256
@@ -59,7 +59,7 @@ class EngineLoop:
         tokenizer = copy.deepcopy(engine.tokenizer)  # other threads may use the engine's tokenizer at the same time
         vocabulary = engine.checkpoint.config.vocabulary_size
         grammars = Grammars(partial(copy.deepcopy, engine.tokenizer), vocabulary, engine.end_tokens)
-        self._surroundings = Surroundings(engine.end_tokens, partial(plain_text, tokenizer), engine.device, grammars)
+        self._surroundings = Surroundings(engine.end_tokens, PlainText(tokenizer), engine.device, grammars)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._max_queue = max_queue
         self._changed = Condition()

@@ -40,6 +40,8 @@ class Request:
     """A grammar in llguidance's serialized form (the JSON or Lark text that `llguidance.LLMatcher` takes) that the generated
     text must follow; empty for free text.
     """
+    shown_special_tokens: tuple[str, ...] = ()
+    """Texts of special tokens that are part of the generated text; others are left out."""
     namespace: str = ""
     """Namespace of the prefix cache: requests share cached prompts only within their namespace."""
     images: Mapping[str, Tensor] = field(default_factory=dict, compare=False)

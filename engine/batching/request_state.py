@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,8 @@ class Surroundings:
     """Properties of an engine that all its requests share."""
 
     end_tokens: frozenset[int]
-    decode: Callable[[list[int]], str]
+    decode: Callable[..., str]
+    """Returns the text of token ids, as PlainText does."""
     device: torch.device
     grammars: Grammars | None = None
     """Compiler of grammars; None where no request has one."""
@@ -52,8 +54,9 @@ class RequestState:
         self._shared = shared
         self._end_tokens = frozenset() if request.ignore_end_tokens else shared.end_tokens
         ends = self._end_tokens.union(request.stop_tokens)
-        least = request.min_new_tokens
-        self._stream = TextStream(list(request.prompt), request.max_new_tokens, ends, request.stop, shared.decode, least)
+        shown, least = frozenset(request.shown_special_tokens), request.min_new_tokens
+        decode = partial(shared.decode, shown=shown) if shown else shared.decode
+        self._stream = TextStream(list(request.prompt), request.max_new_tokens, ends, request.stop, decode, least)
         self._generator = request.sampling.generator(shared.device)
         self._counts: Counter[int] = Counter()
         self._penalised = frozenset(request.prompt) if request.sampling.repetition_penalty != 1 else frozenset()

@@ -11,5 +11,6 @@ keys. When a second family has the feature, it becomes a field.
 models, and `rotary_embedding.py` computes rotary positions from a resolved config. `plain_config.py` fills in the defaults
 of a plain config.json without transformers, from the record `config_fields.json`.
 
-Families are named in this room and nowhere else. Code about weights, devices and files stays outside.
+Families are named in this room, and in `engine/replies` for how they write; nowhere else. Code about weights, devices
+and files stays outside.
 """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 CONTEXT_TOKENS = 5
@@ -12,6 +13,29 @@ CONTEXT_TOKENS = 5
 def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
     """Return the text of tokens, without special tokens and without any cleanup of spaces."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class PlainText:
+    """Decodes the tokens of one tokenizer as `plain_text` does, and keeps special tokens that a caller names."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, ids: Sequence[int], shown: Collection[str] = ()) -> str:
+        """Return the text of tokens without special tokens, except those whose text is in `shown`."""
+        if not shown:
+            return plain_text(self._tokenizer, ids)
+        kept = [token for token in ids if (name := self._special.get(token)) is None or name in shown]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        return special_tokens(self._tokenizer)
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of a transformers tokenizer's special tokens, by id."""
+    return {token: str(about.content) for token, about in tokenizer.added_tokens_decoder.items() if about.special}
 
 
 class TextStream:

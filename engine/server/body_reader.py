@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from engine.checkpoint.chat_template import takes_tools
 from engine.errors import CompressError, OptionError
 from engine.files.image_file import decoded_images
+from engine.replies.reply import ReplyForm
+from engine.replies.table import AUTO
 from engine.server.constraints import grammar_of
 from engine.server.errors import ApiError, api_error, body_error, no_object, not_json
 from engine.server.image_parts import image_files
@@ -34,6 +37,7 @@ from engine.server.schema import (
     refuse,
 )
 from engine.server.text_reader import TextReader, TokenizerSettings
+from engine.server.tools import NO_PLACE, Asking, ToolReader, check_calls
 
 if TYPE_CHECKING:
     from engine.transformers_models.image_reader import ImageReader
@@ -59,6 +63,10 @@ class ReadingSettings:
     """The server's own threshold, which is the maximum for a request; None if the engine itself checks it."""
     images_refusal: str | None = "the model has no part that reads images"
     """Why images cannot be read; None if they can be."""
+    tool_parser: str = AUTO
+    """Name of the form of calls, AUTO or NONE."""
+    reasoning_parser: str = AUTO
+    """Name of the form of reasoning, AUTO or NONE."""
 
     @classmethod
     def of_json(cls, data: bytes) -> ReadingSettings:
@@ -91,6 +99,8 @@ class Read:
     include_usage: bool = False
     images: Mapping[str, Any] = field(default_factory=dict)
     """Inputs of the model for the images of the prompt, as tensors; empty without images."""
+    form: ReplyForm | None = None
+    """How replies are taken apart; None for text that is given on as it is."""
 
 
 class BodyReader:
@@ -99,6 +109,7 @@ class BodyReader:
     def __init__(self, settings: ReadingSettings) -> None:
         self._settings = settings
         self._texts = TextReader(settings.tokenizer)
+        self._tools = ToolReader(self._texts, settings.tool_parser, settings.reasoning_parser)
         self._images = _image_reader(settings)
         self._most_bytes = settings.max_model_length * self._texts.longest_token_bytes
 
@@ -130,9 +141,13 @@ class BodyReader:
         self._check_count(1, body.n)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         top = (body.top_logprobs or 0) if body.logprobs else None
-        prompt, images = self._conversation(body.messages)
+        asking = self._tools.asking(body)
+        text, prompt, images = self._conversation(body.messages, asking)
         room = self._room(prompt, limit, self._settings.max_model_length, "messages")
-        return self._read(body, [prompt], [room], top, images=images)
+        form = self._tools.reply_form(asking, text)
+        read = self._read(body, [prompt], [room], top, grammar=self._tools.grammar(asking, form), images=images)
+        read.request["shown_special_tokens"] = self._tools.shown(form)
+        return replace(read, form=form)
 
     def completion(self, data: bytes) -> Read:
         """POST /v1/completions"""
@@ -157,7 +172,7 @@ class BodyReader:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids, _ = self._conversation(body.messages)
+            _, ids, _ = self._conversation(body.messages, self._tools.asking(body))
         else:
             self._check_bytes(body.prompt or "", "prompt")
             ids = self._texts.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
@@ -212,24 +227,28 @@ class BodyReader:
                 code="context_length_exceeded",
             )
 
-    def _conversation(self, messages: Sequence[Message]) -> tuple[list[int], Mapping[str, Any]]:
-        """Return the token ids of messages, and the model's inputs of their images."""
+    def _conversation(self, messages: Sequence[Message], asking: Asking) -> tuple[str, list[int], Mapping[str, Any]]:
+        """Return messages as text and as token ids, and the model's inputs of their images."""
+        check_calls(messages)
         urls, turns = image_urls(messages), []
         if urls and self._images is None:
             why = self._settings.images_refusal
             raise ApiError(400, f"messages have images, and this server reads text only: {why}", param="messages")
         for message in messages:
             role = "system" if message.role == "developer" else message.role
-            turn = message.model_dump(exclude_none=True, exclude={"content"})
-            turns.append(turn | {"role": role, "content": content_parts(message)})
+            turn = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
+            calls = [call.model_dump() for call in message.tool_calls or ()]
+            turns.append(turn | {"role": role, "content": content_parts(message)} | ({"tool_calls": calls} if calls else {}))
             self._check_bytes(content_text(message), "messages")
         if urls and self._images is not None:
-            text = self._images.conversation_text(turns)
+            if asking.tools and not takes_tools(self._images.template or ""):
+                raise ApiError(400, NO_PLACE, param="tools", code="unsupported_parameter")
+            text = self._images.conversation_text(turns, asking.tools, asking.variables)
             self._check_bytes(text, "messages")
-            return self._images.conversation(text, decoded_images(image_files(urls)))
-        text = self._texts.conversation(turns)
+            return text, *self._images.conversation(text, decoded_images(image_files(urls)))
+        text = self._texts.conversation(turns, asking.tools, asking.variables)
         self._check_bytes(text, "messages")
-        return self._texts.conversation_ids(text), {}
+        return text, self._texts.conversation_ids(text), {}
 
     def _encoded(self, text: str, param: str) -> list[int]:
         self._check_bytes(text, param)
@@ -266,6 +285,7 @@ class BodyReader:
         *,
         echoes: Sequence[str] = (),
         prompt_logprobs: bool = False,
+        grammar: str = "",
         images: Mapping[str, Any] | None = None,
     ) -> Read:
         return Read(
@@ -282,7 +302,7 @@ class BodyReader:
                 "prompt_logprobs": prompt_logprobs,
                 "skip_threshold": self._threshold(body.skip_threshold),
                 "ignore_end_tokens": bool(body.ignore_eos),
-                "grammar": grammar_of(body),
+                "grammar": grammar or grammar_of(body),
             },
             echoes=echoes,
             stream=bool(body.stream),
@@ -343,9 +363,9 @@ def _lists(values: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
     yield from ((name, value) for name, value in values.items() if isinstance(value, list))
     messages = values.get("messages")
     for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            yield "messages", content
+        for name in ("content", "tool_calls") if isinstance(message, dict) else ():
+            if isinstance(message.get(name), list):
+                yield "messages", message[name]
 
 
 def unknown_model(name: str, own: str) -> ApiError:

@@ -11,10 +11,11 @@ from engine.batching.options import LOAD, QueueOptions
 from engine.errors import OptionError
 from engine.generation.options import MACHINE, OpenOptions
 from engine.options import check, like, option
+from engine.replies.table import AUTO, NONE, REASONING_FORMS, TOOL_FORMS
 from engine.server.hosts import is_local, plain_host
 
 KEY_VARIABLE = "COMPRESS_API_KEY"
-ADDRESS, ACCESS = "Address", "Who may ask"
+ADDRESS, ACCESS, REPLIES = "Address", "Who may ask", "Tools and reasoning"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class ServeOptions:
     """Host names of the server besides its own; see `engine.server.access.allowed_hosts`."""
     served_model_name: str | None = option(
         None, group=ADDRESS, unset="MODEL, or the name of its directory", help="Name that clients ask for MODEL by."
+    )
+    tool_parser: str = option(
+        AUTO,
+        group=REPLIES,
+        choices=(AUTO, *TOOL_FORMS, NONE),
+        help="Form in which the model writes calls of tools. auto: that of its chat template; none: calls stay text.",
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        group=REPLIES,
+        choices=(AUTO, *REASONING_FORMS, NONE),
+        help="Form in which the model writes its reasoning. auto: that of its chat template; none: it stays text.",
     )
     max_queue: int = like(QueueOptions, "max_queue")
     max_batch_size: int = like(QueueOptions, "max_batch_size")

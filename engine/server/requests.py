@@ -10,6 +10,7 @@ from engine.batching.request import Request
 from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
 from engine.onnx.runtime import OnnxDecoder
+from engine.replies.reply import ReplyForm
 from engine.server.body_reader import ReadingSettings
 from engine.server.image_parts import unpacked
 from engine.server.reading_process import Data, packed_bytes, unpack_tokens
@@ -26,14 +27,19 @@ class Asked:
     """Text of each prompt, if the answers repeat it."""
     stream: bool = False
     include_usage: bool = False
+    form: ReplyForm | None = None
+    """How replies are taken apart; None for text that is given on as it is."""
 
 
 def asked(header: dict[str, Any], data: Data) -> Asked:
     """Return the requests of a body, from the reply of the process that read it. Raises OptionError for invalid options."""
     read = header["read"]
     seed = secrets.randbits(62) if read["seed"] is None else read["seed"]
-    fields = read["request"] | {name: tuple(read["request"][name]) for name in ("stop", "stop_tokens")}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in read["request"].items()
+    }
     options = read["sampling"] | {"logit_bias": tuple(map(tuple, read["sampling"]["logit_bias"]))}
+    form = None if read["form"] is None else ReplyForm(**read["form"])
     requests: list[Request] = []
     prompts = unpack_tokens(data, header["counts"])
     images = unpacked(header["images"], memoryview(data)[packed_bytes(header["counts"]) :])
@@ -42,13 +48,16 @@ def asked(header: dict[str, Any], data: Data) -> Asked:
         for _ in range(read["choices"]):
             sampling = SamplingOptions(**options, seed=(seed + len(requests)) % 2**63)
             requests.append(replace(request, sampling=sampling))
-    return Asked(tuple(requests), read["choices"], tuple(read["echoes"]), read["stream"], read["include_usage"])
+    return Asked(tuple(requests), read["choices"], tuple(read["echoes"]), read["stream"], read["include_usage"], form)
 
 
 def reading_settings(
-    engine: Engine, *, model_name: str, max_model_length: int, max_queue: int, skip_threshold: float
+    engine: Engine, *, model_name: str, max_model_length: int, max_queue: int, skip_threshold: float, **parsers: str
 ) -> ReadingSettings:
-    """Return the settings of the processes that read bodies. `skip_threshold`: the server's own."""
+    """Return the settings of the processes that read bodies. `skip_threshold`: the server's own.
+
+    parsers: `tool_parser` and `reasoning_parser` of ReadingSettings.
+    """
     directory, config = engine.checkpoint.files_directory, engine.checkpoint.config
     exported = isinstance(engine.decoder, OnnxDecoder)  # the engine itself refuses other thresholds than the exported one
     return ReadingSettings(
@@ -58,4 +67,5 @@ def reading_settings(
         max_queue=max_queue,
         most_skip_threshold=None if exported else skip_threshold,
         images_refusal=engine.images_refusal,
+        **parsers,
     )

@@ -14,6 +14,9 @@ from typing import Any
 
 from engine.batching.request import Request, Timings, TokenLogprob, Update
 from engine.generation.token_text import TokenText
+from engine.replies.reply import ReplyForm
+from engine.replies.table import NONE
+from engine.server.reply_message import ReplyMessage
 from engine.server.requests import Asked
 
 Json = dict[str, Any]
@@ -73,7 +76,7 @@ class Answer:
 
     def chunk(self, index: int, piece: Piece) -> Json | None:
         """Return a piece as the chunk of a stream; None for an empty piece."""
-        if not (piece.text or piece.scored or piece.finish_reason):
+        if self._is_empty(piece):
             return None
         chunk = self._chunk([self._streamed(index, piece)])
         ended = self._choices[index].timings
@@ -116,6 +119,9 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def _is_empty(self, piece: Piece) -> bool:
+        return not (piece.text or piece.scored or piece.finish_reason)
+
     def _streamed(self, index: int, piece: Piece) -> Json:
         raise NotImplementedError
 
@@ -123,22 +129,58 @@ class Answer:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class ChatPiece(Piece):
+    """The part that one update adds to a choice of a chat."""
+
+    thought: str = ""
+    calls: Sequence[Json] = ()
+    """Parts of calls, each with its `index`, as the delta of a chunk has them."""
+
+
 class ChatAnswer(Answer):
-    """Answer of /v1/chat/completions."""
+    """Answer of /v1/chat/completions. Reasoning and calls are taken out of the text as it comes."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, asked: Asked, model: str, words: TokenText, *, include_usage: bool = False) -> None:
+        super().__init__(asked, model, words, include_usage=include_usage)
+        form = asked.form or ReplyForm()
+        self._thinks = form.reasoning != NONE
+        self._messages = [ReplyMessage(form) for _ in asked.requests]
+
+    def take(self, index: int, update: Update) -> ChatPiece:
+        """Add an update to its choice and return the added piece."""
+        piece, message = super().take(index, update), self._messages[index]
+        text, thought, calls = message.add(piece.text, ended=piece.finish_reason is not None)
+        reason = "tool_calls" if piece.finish_reason == "stop" and message.calls else piece.finish_reason
+        self._choices[index].finish_reason = reason
+        return ChatPiece(text, piece.scored, reason, thought, calls)
 
     def opening(self) -> list[Json]:
         """Return the chunks that give the role of the speaker."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([_choice(index, delta=delta)]) for index in range(len(self._choices))]
 
+    def _is_empty(self, piece: Piece) -> bool:
+        return super()._is_empty(piece) and not (isinstance(piece, ChatPiece) and (piece.thought or piece.calls))
+
     def _streamed(self, index: int, piece: Piece) -> Json:
-        delta = {"content": piece.text} if piece.text or piece.scored else {}
+        assert isinstance(piece, ChatPiece)
+        delta: Json = {"reasoning_content": piece.thought} if piece.thought else {}
+        if piece.text or (piece.scored and not piece.thought and not piece.calls):
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = list(piece.calls)
         return _choice(index, piece.finish_reason, self._logprobs(index, piece), delta=delta)
 
     def _complete(self, index: int, piece: Piece) -> Json:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        own = self._messages[index]
+        message: Json = {"role": "assistant", "content": own.text or (None if own.calls else ""), "refusal": None}
+        if self._thinks:
+            message["reasoning_content"] = own.thought or None
+        if own.calls:
+            message["tool_calls"] = own.calls
         return _choice(index, piece.finish_reason, self._logprobs(index, piece), message=message)
 
     def _logprobs(self, index: int, piece: Piece) -> Json | None:

@@ -26,11 +26,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "bad_words": (None, []),
     "function_call": (None, "none", "auto"),
+    "functions": (None, []),
     "mirostat": (None, 0),
     "modalities": (None, ["text"]),
     "prompt_logprobs": (None,),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
     "typical_p": (None, 1),
     "use_beam_search": (None, False),
     "web_search_options": (None,),
@@ -149,17 +149,74 @@ class ContentPart(Body):
     image_url: ImageUrl | str | None = None
 
 
+class CalledFunction(Body):
+    """Name and arguments of a call."""
+
+    name: Text
+    arguments: Text = Field(description="A JSON object as text.")
+
+
+class ToolCall(Body):
+    """A call that the model made."""
+
+    id: Text = Field(min_length=1)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Several[ContentPart] | None = None
+    reasoning_content: Text | None = None
+    tool_calls: Several[ToolCall] | None = None
+    tool_call_id: Text | None = None
 
 
-class ChatCompletionRequest(GenerationBody):
+class FunctionDefinition(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments, which are an object.")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ConversationBody(Body):
+    """Fields that shape the prompt of a conversation."""
+
+    tools: Several[Tool] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+
+
+class ChatCompletionRequest(GenerationBody, ConversationBody):
     """POST /v1/chat/completions"""
 
     messages: Several[Message] = Field(min_length=1)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: bool | None = None
@@ -177,7 +234,7 @@ class CompletionRequest(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ConversationBody):
     """POST /tokenize: a prompt, or messages for the chat template."""
 
     model: str | None = None

@@ -106,6 +106,8 @@ def load(options: ServeOptions) -> Service:
         model_name=options.name,
         skip_threshold=options.skip_threshold,
         max_queue=options.max_queue,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
     )
     service.reading.start()
     return service

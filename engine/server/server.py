@@ -55,8 +55,9 @@ class Service:
         skip_threshold: float = OpenOptions.skip_threshold,
         max_queue: int = QueueOptions.max_queue,
         reading: ReadingPool | None = None,
+        **parsers: str,
     ) -> None:
-        """`reading`: the pool that reads bodies; created here by default."""
+        """`reading`: the pool that reads bodies; created here by default, with `parsers` as for `reading_settings`."""
         self.engine_loop, self.model_name = engine_loop, model_name
         self.reading = reading or ReadingPool(
             lambda: reading_settings(
@@ -65,6 +66,7 @@ class Service:
                 max_model_length=engine_loop.max_model_length,
                 max_queue=max_queue,
                 skip_threshold=skip_threshold,
+                **parsers,
             ).to_json()
         )
         _ = engine.images_refusal  # loads what reads images before any request

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from engine.checkpoint.chat_template import DEFAULT_TEMPLATE, render
 from engine.errors import OptionError
+from engine.generation.text_stream import special_tokens
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class TokenizerSettings:
     begin_token: int | None
     chat_template: str | None
     """The model's chat template; None for a model without one."""
+    tool_template: str | None = None
+    """Another template for conversations with tools; None if there is one for all."""
     splits_special_tokens: bool = False
     special_tokens: dict[str, Any] = field(default_factory=dict)
     """Special tokens by their names in chat templates."""
@@ -31,14 +34,14 @@ def tokenizer_settings(tokenizer: Any, directory: Path, vocabulary: int) -> Toke
     """Return the settings of a transformers tokenizer, for the model in `directory` with `vocabulary` tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
+    named = template if isinstance(template, dict) else {"default": template}
     return TokenizerSettings(
         tokenizer=None if backend is None else backend.to_str(),
         directory=str(directory),
         vocabulary=vocabulary,
         begin_token=tokenizer.bos_token_id,
-        chat_template=template or None,
+        chat_template=named.get("default") or None,
+        tool_template=named.get("tool_use") or None,
         splits_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         special_tokens={name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)},
     )
@@ -53,6 +56,9 @@ class _Tokens(Protocol):
 
     @property
     def vocabulary(self) -> Mapping[str, int]: ...
+
+    @property
+    def special(self) -> Mapping[str, int]: ...
 
 
 class _FastTokens:
@@ -77,6 +83,10 @@ class _FastTokens:
     def vocabulary(self) -> Mapping[str, int]:
         return dict(self._own.get_vocab(with_added_tokens=True))
 
+    @property
+    def special(self) -> Mapping[str, int]:
+        return {about.content: token for token, about in self._own.get_added_tokens_decoder().items() if about.special}
+
 
 class _SlowTokens:
     """A tokenizer that only transformers supports."""
@@ -95,6 +105,10 @@ class _SlowTokens:
     @property
     def vocabulary(self) -> Mapping[str, int]:
         return dict(self._own.get_vocab())
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        return {text: token for token, text in special_tokens(self._own).items()}
 
 
 class TextReader:
@@ -126,12 +140,36 @@ class TextReader:
         """Return the text of tokens, without special tokens."""
         return self._tokens.decode(ids)
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of the messages, ready for the answer.
+    @property
+    def template(self) -> str:
+        """The chat template."""
+        return self._settings.chat_template or DEFAULT_TEMPLATE
+
+    @property
+    def tool_template(self) -> str:
+        """The chat template of conversations with tools."""
+        return self._settings.tool_template or self.template
+
+    def is_special_name(self, name: str) -> bool:
+        """Return whether a special token has this name in chat templates, such as `bos_token`."""
+        return name in self._settings.special_tokens
+
+    def special_ids(self, texts: Collection[str]) -> dict[str, int]:
+        """Return the ids of those texts that are special tokens."""
+        return {text: token for text, token in self._tokens.special.items() if text in texts}
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of the messages, ready for the answer. tools, variables: as for `chat_template.render`.
 
         Raises OptionError for messages that the template refuses.
         """
-        return render(self._settings.chat_template or DEFAULT_TEMPLATE, messages, self._settings.special_tokens)
+        template = self.tool_template if tools else self.template
+        return render(template, messages, self._settings.special_tokens, tools, variables)
 
     def conversation_ids(self, text: str) -> list[int]:
         """Return the token ids of a text from `conversation`. Raises OptionError if there are none."""

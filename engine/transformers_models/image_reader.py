@@ -96,14 +96,20 @@ class ImageReader:
         parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
         return self.conversation(self.conversation_text([{"role": "user", "content": parts}]), images)
 
-    def conversation_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def conversation_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text of messages, ready for the answer. Contents are texts, or lists of parts of type text and image.
 
-        Must run in the main thread. Raises OptionError for messages that the template refuses.
+        tools, variables: as for `chat_template.render`. Must run in the main thread. Raises OptionError for messages that
+        the template refuses.
         """
         if self.template is None:
             messages = [{**message, "content": self._flat(message.get("content"))} for message in messages]
-        return render(self.template or DEFAULT_TEMPLATE, messages, self._special_tokens)
+        return render(self.template or DEFAULT_TEMPLATE, messages, self._special_tokens, tools, variables)
 
     def conversation(self, text: str, images: Sequence[Any]) -> ImagePrompt:
         """Return the prompt of a text from `conversation_text`. images: of Pillow, in the order of their parts.

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from engine.batching.request import Listener, Load, Request, Timings, TokenLogprob, Update
 from engine.errors import BusyError, OptionError
+from engine.generation.text_stream import PlainText, TextStream
 
 
 @dataclass
@@ -113,3 +115,29 @@ class ScriptedLoop:
             experts_evaluated_per_layer=(6, 8),
             experts_skipped_per_layer=(2, 0),
         )
+
+
+@dataclass
+class ReplyLoop(ScriptedLoop):
+    """Each request gets the reply that `choose` returns for the text of its prompt, token by token, and ends after it."""
+
+    tokenizer: Any = None
+    choose: Callable[[str], str] = str
+
+    def _answer(self, number: int, request: Request, listener: Listener, timings: Timings) -> None:
+        prompt = self.tokenizer.decode(request.prompt, skip_special_tokens=False)
+        tokens = self.tokenizer(self.choose(prompt), add_special_tokens=False)["input_ids"]
+        end, decode = self.tokenizer.eos_token_id, partial(PlainText(self.tokenizer), shown=request.shown_special_tokens)
+        stream = TextStream(list(request.prompt), request.max_new_tokens, frozenset({end}), request.stop, decode)
+        timings.started = timings.first_token = time.monotonic()
+        timings.prompt_tokens = len(request.prompt)
+        for token in (*tokens, end):
+            stream.append(token)
+            timings.generated_tokens += 1
+            logprobs = () if request.top_logprobs is None else (self._scored(request, token),)
+            given: dict[str, Any] = {"text": stream.take(), "tokens": (token,), "logprobs": logprobs}
+            if stream.finish_reason:
+                self._end(number, Update(**given, finish_reason=stream.finish_reason, timings=self._ended(timings)))
+                return
+            if number in self.going:
+                listener(Update(**given))

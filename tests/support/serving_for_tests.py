@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from engine.batching.request import Request, Update
@@ -10,7 +10,7 @@ from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars
-from engine.generation.text_stream import plain_text
+from engine.generation.text_stream import PlainText
 
 
 class Served:
@@ -18,8 +18,7 @@ class Served:
 
     def __init__(self, scheduler: Scheduler, engine: Engine, request: Request, number: int = 1) -> None:
         self.updates: list[Update] = []
-        decode = partial(plain_text, engine.tokenizer)
-        surroundings = Surroundings(engine.end_tokens, decode, engine.device, grammars_of(engine))
+        surroundings = Surroundings(engine.end_tokens, PlainText(engine.tokenizer), engine.device, grammars_of(engine))
         scheduler.check(request)
         self.state = RequestState(number, request, self.updates.append, surroundings)
         scheduler.add(self.state)
