@@ -31,6 +31,8 @@ class Lark(NamedTuple):
     text: str
 
 
+_ANSWER = "answer"
+"""Name of the grammar that the answer itself follows."""
 Part = str | Lark
 Call = Callable[[str, Mapping[str, Any], "Rules"], list[Part]]
 
@@ -103,20 +105,49 @@ class Rules:
         return [item for item in (*items, json.dumps(text[place:])) if item != '""']
 
 
-def calls_grammar(
-    writing: Writing, schemas: Schemas, special: Mapping[str, int], *, several: bool, before: Callable[[Rules], list[Part]]
-) -> str:
+Before = Callable[[Rules], list[Part]]
+"""Returns the parts of a reply before its calls or its answer, such as reasoning."""
+
+
+def calls_grammar(writing: Writing, schemas: Schemas, special: Mapping[str, int], *, several: bool, before: Before) -> str:
     """Return the grammar of one call of one of the tools, or of one or more calls.
 
     special: ids of the tokenizer's special tokens by their texts. before: returns the parts before the calls.
     """
     rules = Rules(special)
-    calls = [writing.call(name, {"type": "object"} | dict(schema), rules) for name, schema in schemas.items()]
-    call = rules.choice(calls)
-    parts = [*before(rules), writing.opening, call]
+    return rules.grammar([*before(rules), *_calls(writing, schemas, rules, several)])
+
+
+def answer_grammar(
+    answer: str,
+    special: Mapping[str, int],
+    *,
+    before: Before,
+    opening: str = "",
+    calls: tuple[Writing, Schemas, bool] | None = None,
+) -> str:
+    """Return the grammar of an answer that follows a grammar of its own, or of calls in its place.
+
+    answer: the answer's own grammar, in llguidance's serialized form. opening: text before the answer. calls: their writing,
+    the schemas of the tools, and whether there may be several; None where no tool can be called.
+    """
+    rules = Rules(special)
+    choices: list[Sequence[Part]] = [[opening, Lark(f"@{_ANSWER}")]]
+    if calls is not None:
+        writing, schemas, several = calls
+        choices.append(_calls(writing, schemas, rules, several))
+    whole = rules.grammar([*before(rules), rules.choice(choices)])
+    own = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+    return json.dumps({"grammars": [{"lark_grammar": whole}, own[0] | {"name": _ANSWER}, *own[1:]]})
+
+
+def _calls(writing: Writing, schemas: Schemas, rules: Rules, several: bool) -> list[Part]:
+    """Return the parts of one call, or of one or more."""
+    call = rules.choice([writing.call(name, {"type": "object"} | dict(schema), rules) for name, schema in schemas.items()])
+    parts: list[Part] = [writing.opening, call]
     if several and writing.takes_several:
         parts.append(Lark(f"({rules.sequence([writing.between, call])})*"))
-    return rules.grammar([*parts, writing.closing])
+    return [*parts, writing.closing]
 
 
 def json_call(begin: str, end: str) -> Call:

@@ -50,6 +50,8 @@ class ToolForm:
     writing: Callable[[str], Writing] | None = None
     """Returns how forced calls are written, given the chat template; None if they are written in the form `forced`."""
     forced: str = ""
+    is_bare: bool = False
+    """Whether forced calls are JSON without marks, which a grammar cannot tell from other JSON."""
     new_id: Callable[[], str] = call_id
 
 
@@ -67,6 +69,8 @@ class ReasoningForm:
     """Returns the parts of a grammar for reasoning before forced calls; bool: whether the reply begins inside."""
     begins_inside: bool = False
     """Whether a reply begins inside whatever the prompt is."""
+    answer: str = ""
+    """Text between the reasoning and the answer."""
 
 
 def _tagged(tags: Tags, opening: str, closing: str, *firsts: str) -> Callable[[Source, Schemas], Steps[None]]:
@@ -253,6 +257,7 @@ TOOL_FORMS: dict[str, ToolForm] = {
         (*OPENINGS, CLOSING),
         json_calls,
         _always(json_call('{"name": "NAME", "parameters": ', "}"), takes_several=False),
+        is_bare=True,
     ),
 }
 """Forms of calls, by the name that `--tool-parser` takes."""
@@ -283,6 +288,7 @@ REASONING_FORMS: dict[str, ReasoningForm] = {
         channel_thoughts,
         "",
         _channel_before,
+        answer=f"{marks.CHANNEL}final{marks.MESSAGE}",
     ),
     "mistral": ReasoningForm(
         f"{BRACKETS}…{BRACKETS_END}",

@@ -144,8 +144,10 @@ class BodyReader:
         asking = self._tools.asking(body)
         text, prompt, images = self._conversation(body.messages, asking)
         room = self._room(prompt, limit, self._settings.max_model_length, "messages")
-        form = self._tools.reply_form(asking, text)
-        read = self._read(body, [prompt], [room], top, grammar=self._tools.grammar(asking, form), images=images)
+        answer = grammar_of(body)
+        form = self._tools.reply_form(asking, text, is_constrained=bool(answer))
+        grammar = self._tools.grammar(asking, form, answer)
+        read = self._read(body, [prompt], [room], top, grammar=grammar, images=images)
         read.request["shown_special_tokens"] = self._tools.shown(form)
         return replace(read, form=form)
 
@@ -164,7 +166,8 @@ class BodyReader:
             if body.echo:
                 texts.append(each if isinstance(each, str) else self._texts.text(ids))
         scored = bool(body.echo) and body.logprobs is not None
-        return self._read(body, prompts, room, body.logprobs, echoes=texts, prompt_logprobs=scored)
+        grammar = grammar_of(body)
+        return self._read(body, prompts, room, body.logprobs, echoes=texts, prompt_logprobs=scored, grammar=grammar)
 
     def tokenize(self, data: bytes) -> dict[str, Any]:
         """POST /tokenize"""
@@ -302,7 +305,7 @@ class BodyReader:
                 "prompt_logprobs": prompt_logprobs,
                 "skip_threshold": self._threshold(body.skip_threshold),
                 "ignore_end_tokens": bool(body.ignore_eos),
-                "grammar": grammar or grammar_of(body),
+                "grammar": grammar,
             },
             echoes=echoes,
             stream=bool(body.stream),

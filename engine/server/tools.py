@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checkpoint.chat_template import RESERVED, takes_tools
-from engine.replies.grammar import calls_grammar
+from engine.replies.grammar import Before, Writing, answer_grammar, calls_grammar
 from engine.replies.reply import ReplyForm
 from engine.replies.table import AUTO, NONE, REASONING_FORMS, TOOL_FORMS, reasoning_form_of, tool_form_of
 from engine.server.errors import ApiError
+from engine.server.grammars import lark_grammar
 from engine.server.schema import ChatCompletionRequest, ConversationBody, Message, NamedTool, Tool
 from engine.server.text_reader import TextReader
 
@@ -86,31 +87,70 @@ class ToolReader:
             several=parallel and not isinstance(choice, NamedTool),
         )
 
-    def reply_form(self, asking: Asking, prompt: str) -> ReplyForm:
-        """Return how the reply is taken apart. prompt: the text of the conversation, ready for the answer."""
+    def reply_form(self, asking: Asking, prompt: str, *, is_constrained: bool = False) -> ReplyForm:
+        """Return how the reply is taken apart.
+
+        prompt: the text of the conversation, ready for the answer. is_constrained: whether the answer follows a grammar, in
+        which calls are written as forced ones.
+        """
         form = ReplyForm(reasoning=self._reasoning, inside=self._begins_inside(prompt))
         if asking.schemas is None:
             return form
-        tools = TOOL_FORMS[self._tools].forced if asking.forced else ""
+        tools = TOOL_FORMS[self._tools].forced if asking.forced or is_constrained else ""
         return replace(form, tools=tools or self._tools, schemas=asking.schemas, parallel=asking.several)
 
-    def grammar(self, asking: Asking, form: ReplyForm, *, in_tokens: bool = True) -> str:
-        """Return the grammar of a reply that has to be a call; empty for any other.
+    def grammar(self, asking: Asking, form: ReplyForm, answer: str = "") -> str:
+        """Return the grammar of a reply: one that has to be a call, or whose answer follows a grammar; empty for any other.
 
-        in_tokens: whether marks that are special tokens have their ids; otherwise all of it is text, for any tokenizer.
+        answer: the grammar of the answer; empty for none. Raises ApiError for schemas of tools that cannot be held, and for
+        a forced call beside a grammar of the answer.
         """
-        if not asking.forced or asking.schemas is None:
-            return ""
-        tools, reasoning = TOOL_FORMS[form.tools], REASONING_FORMS.get(form.reasoning)
-        assert tools.writing is not None, "calls in this form are forced in another"
-        inside = form.inside or (reasoning is not None and reasoning.begins_inside)
-        return calls_grammar(
-            tools.writing(self._texts.tool_template),
-            asking.schemas,
-            self._texts.special_ids(form.marks) if in_tokens else {},
-            several=asking.several,
-            before=lambda rules: [] if reasoning is None else reasoning.before(rules, inside),
+        if asking.forced and asking.schemas is not None:
+            if answer:
+                message = "tool_choice forces a call, and the format of the answer is constrained too; leave one of them out"
+                raise ApiError(400, message, param="tool_choice")
+            lark_grammar(self._calls(asking, form, {}), "tools")  # with marks as text, for the tokens of the check
+            return self._calls(asking, form, self._texts.special_ids(form.marks))
+        if not answer or (asking.schemas is None and form.reasoning == NONE):
+            return answer
+        return self._answer(asking, form, answer)
+
+    def _calls(self, asking: Asking, form: ReplyForm, special: Mapping[str, int]) -> str:
+        """Return the grammar of a forced call."""
+        assert asking.schemas is not None
+        writing = self._writing(form.tools)
+        return calls_grammar(writing, asking.schemas, special, several=asking.several, before=self._before(form))
+
+    def _answer(self, asking: Asking, form: ReplyForm, answer: str) -> str:
+        """Return the grammar of an answer with what may stand before it or in its place."""
+        reasoning = REASONING_FORMS.get(form.reasoning)
+        calls = None
+        if asking.schemas is not None:
+            if TOOL_FORMS[form.tools].is_bare:
+                message = "tools and a constrained answer exclude each other: this model writes calls as JSON without marks"
+                raise ApiError(400, f"{message}; leave one of them out, or give tool_choice 'none'", param="tools")
+            writing = self._writing(form.tools)
+            lark_grammar(calls_grammar(writing, asking.schemas, {}, several=False, before=lambda rules: []), "tools")
+            calls = writing, asking.schemas, asking.several
+        return answer_grammar(
+            *(answer, self._texts.special_ids(form.marks)),
+            before=self._before(form),
+            opening="" if reasoning is None else reasoning.answer,
+            calls=calls,
         )
+
+    def _writing(self, name: str) -> Writing:
+        """Return how calls in a form are written."""
+        writing = TOOL_FORMS[name].writing
+        assert writing is not None, "calls in this form are forced in another"
+        return writing(self._texts.tool_template)
+
+    @staticmethod
+    def _before(form: ReplyForm) -> Before:
+        """Return a function of the parts before calls or an answer: the reasoning."""
+        reasoning = REASONING_FORMS.get(form.reasoning)
+        inside = form.inside or (reasoning is not None and reasoning.begins_inside)
+        return lambda rules: [] if reasoning is None else reasoning.before(rules, inside)
 
     def shown(self, form: ReplyForm) -> list[str]:
         """Return the special tokens that the reply's parsers need."""

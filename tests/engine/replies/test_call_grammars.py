@@ -18,7 +18,7 @@ from tokenizers_for_tests import add_tokenizer
 from transformers import AutoTokenizer
 
 from engine.generation.text_stream import special_tokens
-from engine.replies.grammar import calls_grammar
+from engine.replies.grammar import answer_grammar, calls_grammar
 from engine.replies.reply import ReplyForm
 from engine.replies.table import REASONING_FORMS, TOOL_FORMS
 
@@ -299,3 +299,53 @@ def test_whatever_the_grammar_allows_is_a_call(form: str) -> None:
             values, schema = json.loads(arguments), SCHEMAS[name]
             assert set(schema.get("required", ())) <= set(values) <= set(schema["properties"])
             assert isinstance(values.get("days", 0), int) and set(values.get("unit", ())) <= {"c", "f"}
+
+
+ANSWER = json.dumps(
+    {"grammars": [{"json_schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}]}
+)
+ANSWERS = [(ANSWER, '{"n": 3}', '{"n": "three"}'), ('start: "yes" | "no"', "no", "maybe")]
+"""Grammars of an answer, each with a text that follows it and one that does not."""
+
+
+@pytest.mark.parametrize("form", [form for form in WRITTEN if not TOOL_FORMS[form].is_bare])
+@KINDS
+@pytest.mark.parametrize(("answer", "right", "wrong"), ANSWERS, ids=["json", "lark"])
+def test_an_answer_of_a_grammar_may_be_a_call_instead(form: str, special: bool, answer: str, right: str, wrong: str) -> None:
+    forced = Forced(form, special)
+    row = TOOL_FORMS[form]
+    ids = {text: token for token, text in special_tokens(forced.tokenizer).items()}
+    forced.grammar = answer_grammar(
+        *(answer, {text: ids[text] for text in row.marks if text in ids}),
+        before=lambda rules: [],
+        calls=(row.writing("") if row.writing else None, SCHEMAS, True),  # type: ignore[arg-type]
+    )
+    city = reply(form, call(form, "get_weather", city=VALUE))
+    assert forced.takes(right) and forced.takes(city) and not forced.takes(wrong) and not forced.takes(f"{right}{city}")
+    content, _, calls = taken_apart(ReplyForm(form, schemas=SCHEMAS), [right])
+    assert (content, calls) == (right, [])
+
+
+@pytest.mark.parametrize("name", [*REASONING_FORMS])
+@KINDS
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_may_reason_before_an_answer_of_a_grammar(name: str, special: bool, inside: bool) -> None:
+    thoughts = REASONING_FORMS[name]
+    inside = (inside and bool(thoughts.opening)) or thoughts.begins_inside
+    forced = Forced("hermes", special, reasoning=name)
+    ids = {text: token for token, text in special_tokens(forced.tokenizer).items()}
+    forced.grammar = answer_grammar(
+        *(ANSWER, {text: ids[text] for text in thoughts.marks if text in ids}),
+        before=lambda rules: thoughts.before(rules, inside),
+        opening=thoughts.answer,
+    )
+    answer = f'{thoughts.answer}{{"n": 3}}'
+    start, end = {
+        "openai_gptoss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        "mistral": ("[THINK]", "[/THINK]"),
+    }.get(name, ("<think>", "</think>"))
+    thought = f"{'' if inside else start}Let me see. {{{end}"
+    assert forced.takes(thought + answer) and forced.takes(answer) != inside
+    assert not forced.takes(thought) and not forced.takes(thought + thoughts.answer + "three")
+    content, reasoning, _ = taken_apart(ReplyForm(reasoning=name, inside=inside), [thought + answer])
+    assert (content, reasoning.strip()) == ('{"n": 3}', "Let me see. {")

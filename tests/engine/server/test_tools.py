@@ -362,6 +362,43 @@ def test_a_form_that_cannot_be_forced_is_forced_in_another(tokenizer: Any) -> No
     assert forced.form.tools == "llama3_json" and '\\"parameters\\": ' in forced.request["grammar"]
 
 
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+
+
+def test_a_constrained_answer_beside_tools(tokenizer: Any) -> None:
+    """The answer follows its schema or is a call; after reasoning, in a model that reasons."""
+    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
+    plain = read(tokenizer, template, "auto", response_format=FORMAT).request["grammar"]
+    beside = read(tokenizer, template, "auto", response_format=FORMAT, tools=TOOLS).request["grammar"]
+    assert [set(each) & {"name"} for each in json.loads(beside)["grammars"]] == [set(), {"name"}]
+    assert "<tool_call>" in beside and "<tool_call>" not in plain
+    reasons = read(tokenizer, template + "</think>", "auto", response_format=FORMAT).request["grammar"]
+    assert "<think>" in reasons
+    bare = "{{ tools }} func_name1( {{ messages[0].content }}"
+    with pytest.raises(ApiError, match="exclude each other"):
+        read(tokenizer, bare, "auto", response_format=FORMAT, tools=TOOLS)
+    free = read(tokenizer, bare, "auto", response_format=FORMAT, tools=TOOLS, tool_choice="none")
+    assert free.request["grammar"] == plain
+
+
+def test_a_forced_call_beside_a_constrained_answer_is_refused(tokenizer: Any) -> None:
+    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
+    with pytest.raises(ApiError, match="leave one of them out") as caught:
+        read(tokenizer, template, "auto", response_format=FORMAT, tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_schemas_of_tools_that_cannot_be_held_are_refused_by_the_keyword(tokenizer: Any, choice: str) -> None:
+    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
+    wrong = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": wrong}}]
+    more = {} if choice == "required" else {"response_format": FORMAT}
+    with pytest.raises(ApiError, match="uniqueItems") as caught:
+        read(tokenizer, template, "auto", tools=tools, tool_choice=choice, **more)
+    assert caught.value.param == "tools"
+
+
 def test_a_template_for_tools_beside_another(tokenizer: Any) -> None:
     made, path = tokenizer
     own = replace(
