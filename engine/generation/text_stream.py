@@ -29,8 +29,10 @@ class TextStream:
         self.tokens: list[int] = []
         self.text = ""
         self.finish_reason = ""
+        self.stop_string = ""
+        """The stop string that ended the text; empty if none did."""
         self._limit, self._end_tokens = limit, end_tokens
-        self._stops = [StopString(stop) for stop in stops]
+        self._stops = {stop: StopString(stop) for stop in stops}
         self._characters = Characters(prompt[-CONTEXT_TOKENS:], decode)
         self._taken = 0
 
@@ -44,9 +46,11 @@ class TextStream:
             piece += self._characters.rest()
         before = len(self.text)
         self.text += piece
-        found = [before + place for stop in self._stops if (place := stop.find(piece)) is not None]
+        searched = ((name, stop.find(piece)) for name, stop in self._stops.items())
+        found = [(before + place, name) for name, place in searched if place is not None]
         if found:
-            self.text = self.text[: min(found)]
+            end, self.stop_string = min(found)
+            self.text = self.text[:end]
         if found or last:
             self.finish_reason = "stop" if found or ended else "length"
 
@@ -57,7 +61,7 @@ class TextStream:
 
     def take(self) -> str:
         """Return the text since the last call, except an ending that may become a stop string."""
-        held_back = max((stop.begun for stop in self._stops), default=0)
+        held_back = max((stop.begun for stop in self._stops.values()), default=0)
         end = len(self.text) if self.finish_reason else len(self.text) - held_back
         piece = self.text[self._taken : end]
         self._taken = end

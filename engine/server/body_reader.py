@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,9 +16,12 @@ from pydantic import ValidationError
 
 from engine.errors import CompressError, OptionError
 from engine.files.image_file import decoded_images
+from engine.server.doors.door import Door
+from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError, api_error, body_error, no_object, not_json
 from engine.server.image_parts import image_files
 from engine.server.schema import (
+    TEMPERATURE,
     Body,
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,8 +41,6 @@ if TYPE_CHECKING:
 
 COMPLETION_TOKENS = 16
 """Default limit of new tokens for a completion; a chat may use all remaining positions."""
-TEMPERATURE = 1.0
-"""Default temperature, as clients of OpenAI's API expect."""
 MOST_ITEMS = 10_000
 """Maximum number of entries in a list that holds no tokens, if the model's length is below it."""
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -89,6 +90,8 @@ class Read:
     include_usage: bool = False
     images: Mapping[str, Any] = field(default_factory=dict)
     """Inputs of the model for the images of the prompt, as tensors; empty without images."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the body that an answer in another form than a chat's repeats."""
 
 
 class BodyReader:
@@ -113,7 +116,7 @@ class BodyReader:
         Raises ApiError for a refused body.
         """
         try:
-            return READERS[path](self, data)
+            return self._through(DOORS[path], data) if path in DOORS else READERS[path](self, data)
         except CompressError as error:
             raise api_error(error) from error
         except RecursionError as error:
@@ -123,14 +126,32 @@ class BodyReader:
 
     def chat(self, data: bytes) -> Read:
         """POST /v1/chat/completions"""
-        body = self._parsed(data, ChatCompletionRequest)
+        return self._chat(self._parsed(data, ChatCompletionRequest))
+
+    def _chat(self, body: ChatCompletionRequest) -> Read:
         refuse(body)
         self._check_count(1, body.n)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         top = (body.top_logprobs or 0) if body.logprobs else None
-        prompt, images = self._conversation(body.messages)
+        prompt, images = self._prompt(body)
         room = self._room(prompt, limit, self._settings.max_model_length, "messages")
         return self._read(body, [prompt], [room], top, images=images)
+
+    def _prompt(self, body: ChatCompletionRequest) -> tuple[list[int], Mapping[str, Any]]:
+        """Return the token ids of a chat, and the model's inputs of its images."""
+        return self._conversation(body.messages)
+
+    def _through(self, door: Door, data: bytes) -> Read | dict[str, Any]:
+        """Read a body of another interface by way of a chat completion."""
+        own = door.read(self._values(data))
+        self._check_model(own.model)
+        kept, chat = door.kept(own), door.chat(own)
+        with door.naming():
+            body = _validated(ChatCompletionRequest, chat)
+            if door.counted is None:
+                return replace(self._chat(body), repeated=kept)
+            refuse(body)
+            return door.counted(len(self._prompt(body)[0]))
 
     def completion(self, data: bytes) -> Read:
         """POST /v1/completions"""
@@ -166,6 +187,11 @@ class BodyReader:
         return {"prompt": self._texts.text(self._known(self._parsed(data, DetokenizeRequest).tokens, "tokens"))}
 
     def _parsed(self, data: bytes, kind: type[AnyBody]) -> AnyBody:
+        body = _validated(kind, self._values(data))
+        self._check_model(getattr(body, "model", None))
+        return body
+
+    def _values(self, data: bytes) -> dict[str, Any]:
         try:
             values = json.loads(data)
         except json.JSONDecodeError as error:
@@ -175,14 +201,11 @@ class BodyReader:
         if not isinstance(values, dict):
             raise no_object()
         self._check_lists(values)
-        try:
-            body = kind.model_validate(values)
-        except ValidationError as error:
-            raise body_error(error.errors(include_url=False, include_context=False, include_input=False)) from error
-        model = getattr(body, "model", None)
-        if model is not None and model != self._settings.model_name:
-            raise unknown_model(model, self._settings.model_name)
-        return body
+        return values
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._settings.model_name:
+            raise unknown_model(name, self._settings.model_name)
 
     def _check_lists(self, values: dict[str, Any]) -> None:
         most = max(MOST_ITEMS, self._settings.max_model_length)
@@ -311,14 +334,22 @@ READERS: dict[str, Callable[[BodyReader, bytes], Read | dict[str, Any]]] = {
 """Methods that read the body, by path of the endpoint."""
 
 
+def _validated(kind: type[AnyBody], values: dict[str, Any]) -> AnyBody:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise body_error(error.errors(include_url=False, include_context=False, include_input=False)) from error
+
+
 def _lists(values: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
     """Yield the lists in a body that validation traverses, each with the name of its field."""
     yield from ((name, value) for name, value in values.items() if isinstance(value, list))
-    messages = values.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            yield "messages", content
+    for name in ("messages", "input"):
+        turns = values.get(name)
+        for turn in turns if isinstance(turns, list) else ():
+            content = turn.get("content") if isinstance(turn, dict) else None
+            if isinstance(content, list):
+                yield name, content
 
 
 def unknown_model(name: str, own: str) -> ApiError:

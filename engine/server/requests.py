@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.batching.request import Request
@@ -26,6 +27,8 @@ class Asked:
     """Text of each prompt, if the answers repeat it."""
     stream: bool = False
     include_usage: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the body that an answer in another form than a chat's repeats."""
 
 
 def asked(header: dict[str, Any], data: Data) -> Asked:
@@ -41,7 +44,8 @@ def asked(header: dict[str, Any], data: Data) -> Asked:
         for _ in range(read["choices"]):
             sampling = SamplingOptions(**read["sampling"], seed=(seed + len(requests)) % 2**63)
             requests.append(replace(request, sampling=sampling))
-    return Asked(tuple(requests), read["choices"], tuple(read["echoes"]), read["stream"], read["include_usage"])
+    shown = {"stream": read["stream"], "include_usage": read["include_usage"], "repeated": read["repeated"]}
+    return Asked(tuple(requests), read["choices"], tuple(read["echoes"]), **shown)
 
 
 def reading_settings(

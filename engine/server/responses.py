@@ -29,6 +29,7 @@ class _Choice:
     text: str = ""
     scored: list[Scored] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str = ""
     timings: Timings | None = None
     characters: int = 0
     """Length of the text of the tokens that have offsets, in characters."""
@@ -42,6 +43,8 @@ class Piece:
     text: str
     scored: Sequence[Scored]
     finish_reason: str | None
+    stop_string: str = ""
+    """The stop string that ended the text; empty if none did."""
 
 
 class Answer:
@@ -64,10 +67,10 @@ class Answer:
         if self._asked.echoes and not choice.begun:
             text = self._asked.echoes[index // self._asked.choices] + text
         choice.begun = True
-        piece = Piece(text, [*_of_prompt(request, update), *scored], update.finish_reason or None)
+        piece = Piece(text, [*_of_prompt(request, update), *scored], update.finish_reason or None, update.stop_string)
         choice.text += text
         choice.scored.extend(piece.scored)
-        choice.finish_reason = piece.finish_reason
+        choice.finish_reason, choice.stop_string = piece.finish_reason, piece.stop_string
         choice.timings = update.timings or choice.timings
         return piece
 
@@ -75,7 +78,7 @@ class Answer:
         """Return a piece as the chunk of a stream; None for an empty piece."""
         if not (piece.text or piece.scored or piece.finish_reason):
             return None
-        chunk = self._chunk([self._streamed(index, piece)])
+        chunk = self._chunk([self._streamed(index, piece) | _stop_reason(piece.stop_string)])
         ended = self._choices[index].timings
         return chunk | {"timings": timings([ended])} if piece.finish_reason and ended else chunk
 
@@ -83,7 +86,8 @@ class Answer:
         """Return the complete answer when all choices have ended."""
         choices = []
         for index, choice in enumerate(self._choices):
-            choices.append(self._complete(index, Piece(choice.text, choice.scored, choice.finish_reason)))
+            piece = Piece(choice.text, choice.scored, choice.finish_reason)
+            choices.append(self._complete(index, piece) | _stop_reason(choice.stop_string))
         known = [choice.timings for choice in self._choices if choice.timings]
         return self._head | {
             "object": self.kind,
@@ -205,6 +209,11 @@ def _of_prompt(request: Request, update: Update) -> list[Scored]:
 
 def _choice(index: int, finish_reason: str | None = None, logprobs: Json | None = None, **own: Any) -> Json:
     return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _stop_reason(stop_string: str) -> Json:
+    """Return the field of a choice that names the stop string that ended it; other ends have no such field."""
+    return {"stop_reason": stop_string} if stop_string else {}
 
 
 def timings(several: Sequence[Timings]) -> Json:
