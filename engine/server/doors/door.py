@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -19,6 +19,15 @@ MOST_REPEATED_BYTES = 1_000_000
 """Limit on the JSON of the fields that an answer repeats: the server writes them up to three times for a stream."""
 MOST_DEPTH = 100
 """Limit on the depth of these fields; every process must be able to write them."""
+
+
+class Unavailable(NamedTuple):
+    """A parameter of an interface that is not available."""
+
+    advice: str
+    neutral: Sequence[Any] = ()
+    """Values at which it has no effect."""
+    code: str = "unsupported_parameter"
 
 
 @dataclass(frozen=True)
@@ -91,23 +100,22 @@ def located(problems: Sequence[Any], values: Json) -> ApiError:
     return ApiError(400, f"{name or 'the body'}: {said}"[:SHOWN_CHARACTERS], param=name or None)
 
 
-def extensions(body: Body, instead: Mapping[str, str | None], refused: Mapping[str, tuple[Sequence[Any], str]]) -> Json:
+def extensions(body: Body, instead: Mapping[str, str | None], unavailable: Mapping[str, Unavailable]) -> Json:
     """Return the fields of a body that only chat completions have, such as `top_k` and `skip_threshold`.
 
-    `instead`: fields of chat completions that this interface has under another name, or not at all (None). `refused`: fields
-    of this interface that are not available, each with the values at which they have no effect, and advice. Raises ApiError
-    for both.
+    `instead`: fields of chat completions that this interface has under another name, or not at all (None). Raises ApiError
+    for these, and for what is not available.
     """
     given = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     for name, value in given.items():
         if name in instead:
             advice = f"use {instead[name]}" if instead[name] else "leave it out"
             raise ApiError(400, f"{name} is not a parameter of this endpoint; {advice}", param=name)
-        if name in refused and value not in refused[name][0]:
-            message = f"{name} is not available; {refused[name][1]}"
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
+        if name in unavailable and value not in unavailable[name].neutral:
+            row = unavailable[name]
+            raise ApiError(400, f"{name} is not available; {row.advice}", param=name, code=row.code)
     passed = ChatCompletionRequest.model_fields.keys() | NEUTRAL.keys()
-    return {name: value for name, value in given.items() if name in passed and name not in refused}
+    return {name: value for name, value in given.items() if name in passed and name not in unavailable}
 
 
 def without_none(**fields: Any) -> Json:

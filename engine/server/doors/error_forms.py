@@ -29,6 +29,10 @@ def error_body(error: ApiError, path: str) -> dict[str, Any]:
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """Return the JSON object of an error in Anthropic's form, which names fields in its message only."""
+    """Return the JSON object of an error in Anthropic's form, which names fields in its message only.
+
+    Clients read the code from `details`, where there is one.
+    """
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    details = {"details": {"error_code": error.code}} if error.code else {}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **details}}

@@ -8,16 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engine.server.doors.door import Json, extensions, without_none
+from engine.server.doors.door import Json, Unavailable, extensions, without_none
 from engine.server.doors.turns import Turns, image_part, joined, text_part
 from engine.server.errors import ApiError
 from engine.server.schema import INT64, Body, Several, Stop, Text
 
-REFUSED: dict[str, tuple[Sequence[Any], str]] = {
-    "container": ((), "code runs on the client's side only"),
-    "mcp_servers": (([],), "the server connects to no others; give the tools themselves"),
+UNAVAILABLE = {
+    "container": Unavailable("code runs on the client's side only"),
+    "mcp_servers": Unavailable("the server connects to no others; give the tools themselves", neutral=([],)),
+    # The client of Anthropic sends the whole conversation once it reads this code.
+    "thread": Unavailable("nothing is stored here; send the whole conversation", code="thread_unsupported_request"),
 }
-"""Parameters that are not available, with the values at which they have no effect, and advice."""
 INSTEAD: dict[str, str | None] = {
     "logprobs": None,
     "max_completion_tokens": "max_tokens",
@@ -214,7 +215,7 @@ def messages_count_chat(body: CountTokensRequest) -> Json:
     """Return the fields of the chat completion that decide its prompt. Raises ApiError as `messages_chat` does."""
     choice, config = body.tool_choice, body.output_config
     tools = [{"type": "function", "function": _function(tool)} for tool in body.tools or ()]
-    chat = extensions(body, INSTEAD, REFUSED)
+    chat = extensions(body, INSTEAD, UNAVAILABLE)
     return chat | without_none(
         model=body.model,
         messages=_messages(body),

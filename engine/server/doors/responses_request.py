@@ -10,24 +10,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from engine.server.doors.door import Json, extensions, without_none
+from engine.server.doors.door import Json, Unavailable, extensions, without_none
 from engine.server.doors.turns import Content, Turns, image_part, joined, text_part
 from engine.server.errors import ApiError
 from engine.server.schema import INT64, MOST_LOGPROBS, TEMPERATURE, Body, Several, Text
 
 LOGPROBS = "message.output_text.logprobs"
 _NOT_STORED = "responses are not stored here; send the whole conversation as input"
-REFUSED: dict[str, tuple[Sequence[Any], str]] = {
-    "background": ((False,), "wait for the answer, or stream it"),
-    "context_management": (([],), "shorten the input"),
-    "conversation": ((), _NOT_STORED),
-    "moderation": ((), "leave it out"),
-    "previous_response_id": ((), _NOT_STORED),
-    "prompt": ((), "prompts are not stored here; send instructions and input"),
-    "store": ((False,), _NOT_STORED),
-    "truncation": (("disabled",), "leave it out, and shorten the input"),
+UNAVAILABLE = {
+    "background": Unavailable("wait for the answer, or stream it", neutral=(False,)),
+    "context_management": Unavailable("shorten the input", neutral=([],)),
+    "conversation": Unavailable(_NOT_STORED),
+    "moderation": Unavailable("leave it out"),
+    "previous_response_id": Unavailable(_NOT_STORED),
+    "prompt": Unavailable("prompts are not stored here; send instructions and input"),
+    "store": Unavailable(_NOT_STORED, neutral=(False,)),
+    "truncation": Unavailable("leave it out, and shorten the input", neutral=("disabled",)),
 }
-"""Parameters that are not available, with the values at which they have no effect, and advice."""
 INSTEAD: dict[str, str | None] = {
     "logprobs": f"include {LOGPROBS}",
     "max_completion_tokens": "max_output_tokens",
@@ -228,7 +227,7 @@ def responses_chat(body: ResponsesRequest) -> Json:
 def responses_prompt(body: InputTokensRequest) -> Json:
     """Return the fields of the chat completion that decide its prompt. Raises ApiError as `responses_chat` does."""
     tools, choice = _tools(body)
-    return extensions(body, INSTEAD, REFUSED) | without_none(
+    return extensions(body, INSTEAD, UNAVAILABLE) | without_none(
         model=body.model,
         messages=_messages(body),
         tools=tools,
