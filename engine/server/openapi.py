@@ -24,7 +24,7 @@ def _object(**fields: Any) -> dict[str, Any]:
 
 OPENAI_ERROR = _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
 ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT))
-BODIES = (
+BODIES: tuple[type[Body], ...] = (
     ChatCompletionRequest,
     CompletionRequest,
     TokenizeRequest,

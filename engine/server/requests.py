@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ class Asked:
     """Text of each prompt, if the answers repeat it."""
     stream: bool = False
     include_usage: bool = False
-    repeated: Mapping[str, Any] = field(default_factory=dict)
+    repeated: dict[str, Any] = field(default_factory=dict)
     """Fields of the body that an answer in another form than a chat's repeats."""
 
 

@@ -85,7 +85,8 @@ def located(problems: Sequence[Any], values: Json) -> ApiError:
     """Return the error for the validation problems that are deepest in the body, where unions have several."""
     places = [_place(problem["loc"], values, is_missing=problem["type"] == "missing") for problem in problems]
     place = max(places, key=len)
-    name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
+    keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
+    name = " ".join(keys.removeprefix(".").split())
     found = [problem for problem, own in zip(problems, places, strict=True) if own == place]
     for problem in found:
         context, given = problem.get("ctx", {}), problem.get("input")

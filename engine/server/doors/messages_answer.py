@@ -82,7 +82,7 @@ class MessagesForm(ChatForm):
     def _call(self, call: Json) -> Iterator[Json]:
         function = call.get("function") or {}
         if not self._continues("tool_use") or call["index"] != self._call_index:
-            own = {"id": call.get("id") or f"call_{uuid.uuid4().hex}", "name": function.get("name") or "", "input": {}}
+            own: Json = {"id": call.get("id") or f"call_{uuid.uuid4().hex}", "name": function.get("name") or "", "input": {}}
             yield from self._begin({"type": "tool_use", **own})
             self._call_index = call["index"]
         if piece := function.get("arguments"):

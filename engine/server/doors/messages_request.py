@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from engine.server.doors.door import Json, Unavailable, extensions, without_none
-from engine.server.doors.turns import Turns, image_part, joined, text_part
+from engine.server.doors.turns import Content, Turns, image_part, joined, text_part
 from engine.server.errors import ApiError
 from engine.server.schema import INT64, Body, Several, Stop, Text
 
@@ -269,10 +269,7 @@ def _user(turns: Turns, turn: UserTurn) -> list[Json]:
     parts: list[Json] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
-            content = block.content or ""
-            if not isinstance(content, str):
-                content = joined([_part(each) for each in content], BETWEEN_BLOCKS)
-            turns.answer(block.tool_use_id, content)
+            turns.answer(block.tool_use_id, _result(block.content or ""))
         else:
             parts.append(_part(block))
     return parts
@@ -297,6 +294,10 @@ def _part(block: TextBlock | ImageBlock) -> Json:
         return text_part(block.text)
     source = block.source
     return image_part(source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}")
+
+
+def _result(given: str | Sequence[TextBlock | ImageBlock]) -> Content:
+    return given if isinstance(given, str) else joined([_part(block) for block in given], BETWEEN_BLOCKS)
 
 
 def _text(given: str | Sequence[TextBlock]) -> str:

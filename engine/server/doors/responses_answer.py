@@ -103,7 +103,7 @@ class ResponsesForm(ChatForm):
         yield from self._end_item("completed")
         self._open = item | {"status": "in_progress"}
         self._output.append(self._open)
-        empty = {"content": []} if "content" in item else {}
+        empty: Json = {"content": []} if "content" in item else {}
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._open | empty)
         if empty:
             yield self._of_item("response.content_part.added", content_index=0, part=dict(self._part))

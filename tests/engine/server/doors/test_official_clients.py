@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from engine.batching.loop import EngineLoop
 from engine.generation.generate import Engine
 from engine.server.server import Service, State
 
-SUPPORT = Path(__file__).resolve().parents[3] / "support"
+ROOT = Path(__file__).resolve().parents[4]
+SUPPORT = ROOT / "tests" / "support"
 MESSAGES: Any = [{"role": "user", "content": "def read(path):"}]
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0, "ignore_eos": True}}
 WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -319,6 +321,17 @@ def test_the_clients_of_npm(scripted_url: str, chat: ScriptedChat, script: str, 
     assert result.stdout == "ok\n", result.stderr
     for start in (0, 2):  # whole, and streamed
         check_transcript(ScriptedChat(LOOP, chat.chats[start : start + 2]), {"role": "user", "content": "How warm?"})
+
+
+def test_the_snippets_of_the_documentation(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = page[page.index("## Other clients") : page.index("## Endpoints")]
+    snippets = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        assert "http://127.0.0.1:8000" in snippet
+        exec(snippet.replace("http://127.0.0.1:8000", url), {})
+        assert len(capsys.readouterr().out) > 20
 
 
 def test_the_schema_describes_the_doors(url: str) -> None:
