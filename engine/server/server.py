@@ -22,7 +22,7 @@ from engine.generation.options import OpenOptions
 from engine.generation.token_text import TokenText
 from engine.server.body_reader import unknown_model
 from engine.server.connection import NAMESPACE, EventStream, Gone, Phase, RequestGate, error_response, while_connected
-from engine.server.doors.form import ChatForm, Form
+from engine.server.doors.form import AnswerForm, ChatForm
 from engine.server.doors.messages_answer import MessagesForm
 from engine.server.doors.responses_answer import ResponsesForm
 from engine.server.doors.table import DOORS
@@ -211,7 +211,7 @@ async def _answer(state: State, request: Request, kind: type[Answer], form: type
     try:
         wanted: Asked = asked(*await _read(state, request, deadline))
         answer = kind(wanted, service.model_name, service.words, include_usage=wanted.include_usage)
-        shown = form(wanted.repeated, service.model_name, len(wanted.requests[0].prompt)) if form else Form()
+        shown = form(wanted.repeated, service.model_name, len(wanted.requests[0].prompt)) if form else AnswerForm()
         own = [replace(each, namespace=getattr(request.state, NAMESPACE)) for each in wanted.requests]
         exchange = Exchange(service.engine_loop, own, service.metrics)
         if wanted.stream:
@@ -248,7 +248,7 @@ async def _chunks(exchange: Exchange, answer: Answer, deadline: float | None) ->
         yield chunk
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]], form: Form, state: State) -> AsyncIterator[bytes]:
+async def _events(chunks: AsyncIterator[dict[str, Any]], form: AnswerForm, state: State) -> AsyncIterator[bytes]:
     """Yield the events of a stream as bytes; an error is its last event."""
     for event in form.opening():
         yield form.encoded(event)

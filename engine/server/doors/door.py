@@ -119,6 +119,11 @@ def extensions(body: Body, instead: Mapping[str, str | None], unavailable: Mappi
     return {name: value for name, value in given.items() if name in passed and name not in unavailable}
 
 
+def chat_effort(effort: str | None) -> str | None:
+    """Return a reasoning effort by its name in chats, whose highest is `xhigh`."""
+    return "xhigh" if effort == "max" else effort
+
+
 def without_none(**fields: Any) -> Json:
     """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}

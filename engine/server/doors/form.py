@@ -15,7 +15,7 @@ from engine.server.errors import ApiError
 Json = dict[str, Any]
 
 
-class Form:
+class AnswerForm:
     """The form of chat completions and completions: chunks are the events, and nothing is changed."""
 
     closing = b"data: [DONE]\n\n"
@@ -46,7 +46,7 @@ class Form:
         return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
-class ChatForm(Form):
+class ChatForm(AnswerForm):
     """A form made from the parts of a chat's answer: reasoning, text and calls, in the order in which they come.
 
     Subclasses define what each part becomes. Events are named by their type.

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engine.server.doors.door import Json, Unavailable, extensions, without_none
-from engine.server.doors.turns import Content, Turns, image_part, joined, text_part
+from engine.server.doors.door import Json, Unavailable, chat_effort, extensions, without_none
+from engine.server.doors.turns import Content, Turns, image_part, joined_parts, text_part
 from engine.server.errors import ApiError
 from engine.server.schema import INT64, Body, Several, Stop, Text
 
@@ -223,7 +223,7 @@ def messages_count_chat(body: CountTokensRequest) -> Json:
         tool_choice=_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=_response_format(config.format if config else None),
-        reasoning_effort=config.effort if config else None,
+        reasoning_effort=chat_effort(config.effort if config else None),
         chat_template_kwargs=_template_options(body.thinking, chat.get("chat_template_kwargs")),
     )
 
@@ -248,10 +248,10 @@ def _messages(body: CountTokensRequest) -> list[Json]:
     previous: list[Json] = []  # parts of the user's turn so far; consecutive turns of the user are one
     for place, turn in enumerate(body.messages):
         if isinstance(turn, UserTurn):
-            previous += _user(turns, turn)
+            previous += _user(turns, turn, f"messages[{place}]")
             following = body.messages[place + 1] if place + 1 < len(body.messages) else None
             if previous and not isinstance(following, UserTurn):
-                turns.say("user", joined(previous, BETWEEN_BLOCKS))
+                turns.say("user", joined_parts(previous, BETWEEN_BLOCKS))
                 previous = []
         elif isinstance(turn, SystemTurn):
             turns.say("system", _text(turn.content))
@@ -262,14 +262,14 @@ def _messages(body: CountTokensRequest) -> list[Json]:
     return turns.messages
 
 
-def _user(turns: Turns, turn: UserTurn) -> list[Json]:
-    """Add the results of calls, which follow the calls at once, and return the other parts."""
+def _user(turns: Turns, turn: UserTurn, place: str) -> list[Json]:
+    """Add the results of calls, which follow the calls at once, and return the other parts. `place`: that of the turn."""
     if isinstance(turn.content, str):
         return [text_part(turn.content)]
     parts: list[Json] = []
-    for block in turn.content:
+    for number, block in enumerate(turn.content):
         if isinstance(block, ToolResultBlock):
-            turns.answer(block.tool_use_id, _result(block.content or ""))
+            turns.answer(block.tool_use_id, _result(block.content or ""), f"{place}.content[{number}].tool_use_id")
         else:
             parts.append(_part(block))
     return parts
@@ -297,7 +297,7 @@ def _part(block: TextBlock | ImageBlock) -> Json:
 
 
 def _result(given: str | Sequence[TextBlock | ImageBlock]) -> Content:
-    return given if isinstance(given, str) else joined([_part(block) for block in given], BETWEEN_BLOCKS)
+    return given if isinstance(given, str) else joined_parts([_part(block) for block in given], BETWEEN_BLOCKS)
 
 
 def _text(given: str | Sequence[TextBlock]) -> str:

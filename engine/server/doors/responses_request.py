@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from engine.server.doors.door import Json, Unavailable, extensions, without_none
-from engine.server.doors.turns import Content, Turns, image_part, joined, text_part
+from engine.server.doors.door import Json, Unavailable, chat_effort, extensions, without_none
+from engine.server.doors.turns import Content, Turns, image_part, joined_parts, text_part
 from engine.server.errors import ApiError
 from engine.server.schema import INT64, MOST_LOGPROBS, TEMPERATURE, Body, Several, Text
 
@@ -118,7 +118,7 @@ InputItem = Annotated[
 ]
 
 
-class FunctionDefinition(Body):
+class FunctionTool(Body):
     """A function that the model may call. Tools that a server would run itself, such as `web_search`, are not available."""
 
     type: Literal["function"]
@@ -172,7 +172,7 @@ class InputTokensRequest(Body):
     model: str | None = None
     input: Text | Annotated[Several[InputItem], Field(min_length=1)]
     instructions: Text | None = None
-    tools: Several[FunctionDefinition] | None = None
+    tools: Several[FunctionTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[ChosenFunction | AllowedFunctions, Field(discriminator="type")]
@@ -234,7 +234,7 @@ def responses_prompt(body: InputTokensRequest) -> Json:
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body.text.format if body.text else None),
-        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        reasoning_effort=chat_effort(body.reasoning.effort if body.reasoning else None),
     )
 
 
@@ -265,13 +265,13 @@ def _messages(body: InputTokensRequest) -> list[Json]:
     if isinstance(body.input, str):
         turns.say("user", body.input)
         return turns.messages
-    for item in body.input:
+    for place, item in enumerate(body.input):
         if isinstance(item, InputMessage):
             turns.say(item.role, _content(item.content))
         elif isinstance(item, InputCall):
             turns.call(item.call_id, item.name, item.arguments)
         elif isinstance(item, InputCallOutput):
-            turns.answer(item.call_id, _content(item.output))
+            turns.answer(item.call_id, _content(item.output), f"input[{place}].call_id")
         elif text := "".join(part.text for part in item.content or ()):
             turns.think(text)
     if not turns.messages:
@@ -282,7 +282,7 @@ def _messages(body: InputTokensRequest) -> list[Json]:
 def _content(given: str | Sequence[InputText | InputImage | InputRefusal]) -> Content:
     if isinstance(given, str):
         return given
-    return joined([_part(part) for part in given], "")
+    return joined_parts([_part(part) for part in given], "")
 
 
 def _part(part: InputText | InputImage | InputRefusal) -> Json:
@@ -291,7 +291,7 @@ def _part(part: InputText | InputImage | InputRefusal) -> Json:
     return text_part(part.text if isinstance(part, InputText) else part.refusal)
 
 
-def _function(tool: FunctionDefinition, *, all_fields: bool = False) -> Json:
+def _function(tool: FunctionTool, *, all_fields: bool = False) -> Json:
     fields = {
         "name": tool.name,
         "description": tool.description,

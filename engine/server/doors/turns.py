@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from engine.server.errors import ApiError
+
 Json = dict[str, Any]
 Content = str | list[Json]
 
@@ -14,6 +16,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
+        self._called: set[str] = set()
 
     def say(self, role: str, content: Content) -> None:
         """Add text or parts. An assistant message continues the reasoning before it."""
@@ -36,11 +39,15 @@ class Turns:
         if turn is None:
             turn = {"role": "assistant"}
             self.messages.append(turn)
+        self._called.add(call_id)
         made = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         turn.setdefault("tool_calls", []).append(made)
 
-    def answer(self, call_id: str, content: Content) -> None:
-        """Add the result of a call."""
+    def answer(self, call_id: str, content: Content, place: str) -> None:
+        """Add the result of a call. Raises ApiError, with the `place` of its id in the body, if no call has this id."""
+        if call_id not in self._called:
+            message = f"{place} is {call_id!r:.80}, and no call before it has this id; send the call as well"
+            raise ApiError(400, message, param=place)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _open_turn(self) -> Json | None:
@@ -58,7 +65,7 @@ def image_part(url: str) -> Json:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def joined(parts: Sequence[Json], separator: str) -> Content:
+def joined_parts(parts: Sequence[Json], separator: str) -> Content:
     """Return parts as one text, or as they are if there are images among them."""
     if any(part["type"] != "text" for part in parts):
         return list(parts)

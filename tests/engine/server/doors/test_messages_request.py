@@ -98,7 +98,8 @@ def test_images_are_data_urls() -> None:
     assert chat(messages=[{"role": "user", "content": [image, text, linked]}, *HI])["messages"] == [
         {"role": "user", "content": [part, text, shown, {"type": "text", "text": "hi"}]}
     ]
-    assert chat(messages=[{"role": "user", "content": [result]}])["messages"] == [
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+    assert chat(messages=[*HI, call, {"role": "user", "content": [result]}])["messages"][2:] == [
         {"role": "tool", "tool_call_id": "c", "content": [text, part]}
     ]
 
@@ -187,6 +188,15 @@ def test_thinking_and_output() -> None:
             },
             "messages[1].content[0].input",
             "valid dictionary",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "tool_result", "tool_use_id": "b"}]}
+                ]
+            },
+            "messages[0].content[1].tool_use_id",
+            "is 'b', and no call before it has this id",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type", "'image' is not available; use 'text'"),
         (

@@ -46,6 +46,10 @@ def test_options_have_the_names_of_chats() -> None:
     }
 
 
+def test_the_highest_effort_is_that_of_chats() -> None:
+    assert chat(input="hi", reasoning={"effort": "max"})["reasoning_effort"] == "xhigh"
+
+
 def test_extensions_of_chats_are_passed_on_and_other_fields_are_not() -> None:
     made = chat(input="hi", top_k=3, skip_threshold=0.5, ignore_eos=True, min_p=0, unheard_of=1, user="me", store=False)
     assert made == {"messages": HI, "top_k": 3, "skip_threshold": 0.5, "ignore_eos": True, "min_p": 0}
@@ -165,6 +169,11 @@ def test_logprobs_are_asked_for_by_include() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'item_reference' is not available"),
         ({"input": [*HI, {"type": "function_call", "name": "f", "arguments": ""}]}, "input[1].call_id", "Field required"),
         ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output", "Field required"),
+        (
+            {"input": [*HI, {"type": "function_call_output", "call_id": "a", "output": ""}]},
+            "input[1].call_id",
+            "is 'a', and no",
+        ),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "'tool' is not available; use 'user'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
