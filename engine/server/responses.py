@@ -43,8 +43,6 @@ class Piece:
     text: str
     scored: Sequence[Scored]
     finish_reason: str | None
-    stop_string: str = ""
-    """The stop string that ended the text; empty if none did."""
 
 
 class Answer:
@@ -67,10 +65,10 @@ class Answer:
         if self._asked.echoes and not choice.begun:
             text = self._asked.echoes[index // self._asked.choices] + text
         choice.begun = True
-        piece = Piece(text, [*_of_prompt(request, update), *scored], update.finish_reason or None, update.stop_string)
+        piece = Piece(text, [*_of_prompt(request, update), *scored], update.finish_reason or None)
         choice.text += text
         choice.scored.extend(piece.scored)
-        choice.finish_reason, choice.stop_string = piece.finish_reason, piece.stop_string
+        choice.finish_reason, choice.stop_string = piece.finish_reason, update.stop_string
         choice.timings = update.timings or choice.timings
         return piece
 
@@ -78,8 +76,8 @@ class Answer:
         """Return a piece as the chunk of a stream; None for an empty piece."""
         if not (piece.text or piece.scored or piece.finish_reason):
             return None
-        chunk = self._chunk([self._streamed(index, piece) | _stop_reason(piece.stop_string)])
-        ended = self._choices[index].timings
+        choice = self._choices[index]
+        chunk, ended = self._chunk([self._streamed(index, piece) | _stop_reason(choice)]), choice.timings
         return chunk | {"timings": timings([ended])} if piece.finish_reason and ended else chunk
 
     def whole(self) -> Json:
@@ -87,7 +85,7 @@ class Answer:
         choices = []
         for index, choice in enumerate(self._choices):
             piece = Piece(choice.text, choice.scored, choice.finish_reason)
-            choices.append(self._complete(index, piece) | _stop_reason(choice.stop_string))
+            choices.append(self._complete(index, piece) | _stop_reason(choice))
         known = [choice.timings for choice in self._choices if choice.timings]
         return self._head | {
             "object": self.kind,
@@ -211,9 +209,9 @@ def _choice(index: int, finish_reason: str | None = None, logprobs: Json | None 
     return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _stop_reason(stop_string: str) -> Json:
-    """Return the field of a choice that names the stop string that ended it; other ends have no such field."""
-    return {"stop_reason": stop_string} if stop_string else {}
+def _stop_reason(choice: _Choice) -> Json:
+    """Return the field that names the stop string by which a choice has ended; other ends have no such field."""
+    return {"stop_reason": choice.stop_string} if choice.stop_string else {}
 
 
 def timings(several: Sequence[Timings]) -> Json:

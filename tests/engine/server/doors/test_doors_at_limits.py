@@ -228,9 +228,11 @@ def test_a_few_hundred_damaged_bodies(url: str, loop: ScriptedLoop) -> None:
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [1]}}
     turns = [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": blocks}]
     tool = {"name": "f", "input_schema": {"type": "object"}}
+    options = {"tools": [function], "tool_choice": "none", "metadata": {"a": "b"}, "top_p": 0.5}
+    others = {"tools": [tool], "tool_choice": {"type": "none"}, "system": "a", "thinking": {"type": "adaptive"}}
     bodies = {
-        RESPONSES: ASKED[RESPONSES] | {"input": items, "tools": [function], "metadata": {"a": "b"}, "top_p": 0.5},
-        MESSAGES: ASKED[MESSAGES] | {"messages": turns, "tools": [tool], "system": "a", "thinking": {"type": "adaptive"}},
+        RESPONSES: ASKED[RESPONSES] | {"input": items} | options,
+        MESSAGES: ASKED[MESSAGES] | {"messages": turns} | others,
     }
     statuses = set()
     with httpx2.Client() as client:
