@@ -260,7 +260,7 @@ def responses_repeated(body: ResponsesRequest) -> Json:
 
 def _messages(body: InputTokensRequest) -> list[Json]:
     turns = Turns()
-    if body.instructions is not None:
+    if body.instructions:
         turns.say("system", body.instructions)
     if isinstance(body.input, str):
         turns.say("user", body.input)
