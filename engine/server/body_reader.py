@@ -148,10 +148,14 @@ class BodyReader:
         kept, chat = door.kept(own), door.chat(own)
         with door.naming():
             body = _validated(ChatCompletionRequest, chat)
-            if door.counted is None:
-                return replace(self._chat(body), repeated=kept)
-            refuse(body)
-            return door.counted(len(self._prompt(body)[0]))
+            if door.counted is not None:
+                refuse(body)
+                return door.counted(len(self._prompt(body)[0]))
+            read = self._chat(body)
+        if door.most_tokens is not None:
+            (fits,), most = read.new_tokens, door.most_tokens(own)
+            read, kept = replace(read, new_tokens=[min(fits, most)]), kept | {"is_lowered": fits < most}
+        return replace(read, repeated=kept)
 
     def completion(self, data: bytes) -> Read:
         """POST /v1/completions"""

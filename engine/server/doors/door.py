@@ -41,6 +41,8 @@ class Door:
     """Names of this interface for fields of a chat completion, where they differ."""
     repeated: Callable[[Any], Json] | None = None
     """Returns the fields that the answer repeats; None if it repeats none."""
+    most_tokens: Callable[[Any], int] | None = None
+    """Returns the limit of new tokens of an interface that lowers it to what fits after the prompt, instead of refusing."""
     counted: Callable[[int], Json] | None = None
     """Returns the complete answer of an endpoint that only counts the tokens of a prompt."""
 

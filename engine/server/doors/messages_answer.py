@@ -18,7 +18,10 @@ SIGNATURE = "unsigned"
 
 
 class MessagesForm(ChatForm):
-    """One Message. Its content has a block for each reasoning, text and call; a new one ends the one before it."""
+    """One Message. Its content has a block for each reasoning, text and call; a new one ends the one before it.
+
+    The repeated fields have `thinking`, and `is_lowered`: whether the limit of new tokens was lowered to what fits.
+    """
 
     def __init__(self, repeated: Json, model: str, prompt_tokens: int) -> None:
         super().__init__(repeated, model, prompt_tokens)
@@ -48,6 +51,8 @@ class MessagesForm(ChatForm):
             yield from self._begin({"type": "text", "text": ""})
         yield from self._end()
         reason = STOP_REASONS.get(self._finish_reason, "end_turn")
+        if reason == "max_tokens" and self._repeated.get("is_lowered"):
+            reason = "model_context_window_exceeded"
         ended = {"stop_reason": "stop_sequence" if self._stop_string else reason, "stop_sequence": self._stop_string}
         read, written = self._usage.get("prompt_tokens", 0), self._usage.get("completion_tokens", 0)
         usage = _usage_fields(read, self._cached_tokens(), written)

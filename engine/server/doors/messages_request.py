@@ -199,11 +199,10 @@ class MessagesRequest(CountTokensRequest):
 
 
 def messages_chat(body: MessagesRequest) -> Json:
-    """Return the body of the chat completion. Raises ApiError for parameters that are not available."""
+    """Return the body of the chat completion, without its limit of new tokens. Raises ApiError for what is not available."""
     return messages_count_chat(body) | without_none(
         stream=body.stream,
         stream_options={"include_usage": True} if body.stream else None,
-        max_completion_tokens=body.max_tokens,
         stop=body.stop_sequences or None,
         temperature=body.temperature,
         top_p=body.top_p,

@@ -302,7 +302,7 @@ def _function(tool: FunctionTool, *, all_fields: bool = False) -> Json:
 
 
 def _tools(body: InputTokensRequest) -> tuple[list[Json] | None, Json | str | None]:
-    """Return tools and their choice. Of allowed tools only those are shown to the model."""
+    """Return tools and their choice. A choice of allowed tools leaves out the others."""
     given, choice = body.tools, body.tool_choice
     if isinstance(choice, AllowedFunctions):
         allowed, known = {tool.name for tool in choice.tools}, {tool.name for tool in given or ()}

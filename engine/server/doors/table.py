@@ -25,7 +25,6 @@ _RESPONSES = {
     "reasoning_effort": "reasoning.effort",
 }
 _MESSAGES = {
-    "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs": "thinking",
@@ -42,7 +41,9 @@ DOORS = {
         _RESPONSES,
         counted=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
     ),
-    "/v1/messages": Door(MessagesRequest, messages_chat, _MESSAGES, repeated=messages_repeated),
+    "/v1/messages": Door(
+        MessagesRequest, messages_chat, _MESSAGES, repeated=messages_repeated, most_tokens=lambda body: int(body.max_tokens)
+    ),
     "/v1/messages/count_tokens": Door(
         CountTokensRequest, messages_count_chat, _MESSAGES, counted=lambda tokens: {"input_tokens": tokens}
     ),

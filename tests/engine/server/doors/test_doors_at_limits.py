@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import anthropic
 import httpx2
+import openai
 import pytest
 from scripted_loop import ScriptedLoop
 from server_for_tests import scripted_state, served, wait_for
@@ -179,6 +181,20 @@ def test_a_failure_of_the_engine(url: str, loop: ScriptedLoop, path: str) -> Non
     )
     last = events(post(url, path, stream=True))[-1]
     assert last["type"] == ("response.failed" if path == RESPONSES else "error")
+
+
+def test_clients_hear_of_a_failure_within_a_stream(url: str, loop: ScriptedLoop) -> None:
+    loop.failure = "the logits are NaN"
+    with (
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client,
+        pytest.raises(anthropic.APIStatusError, match="the logits are NaN"),
+        client.messages.stream(model="tiny", messages=HI, max_tokens=6) as stream,  # type: ignore[arg-type]
+    ):
+        stream.get_final_message()
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as other:
+        *_, last = other.responses.create(model="tiny", input="hi", stream=True)
+    assert last.type == "response.failed" and last.response.error is not None
+    assert last.response.error.message == "the logits are NaN" and last.response.status == "failed"
 
 
 @BOTH

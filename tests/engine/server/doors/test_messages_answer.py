@@ -136,6 +136,14 @@ def test_reasons_of_the_end(turn: Turn, reason: str, sequence: str | None) -> No
     assert events(turn.chunks())[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
+def test_a_limit_that_was_lowered_is_the_end_of_the_context() -> None:
+    turn = Turn(text="a", finish_reason="length")
+    lowered = MessagesForm({"thinking": "shown", "is_lowered": True}, "m", PROMPT_TOKENS)
+    assert lowered.whole(turn.completion())["stop_reason"] == "model_context_window_exceeded"
+    free = MessagesForm({"thinking": "shown", "is_lowered": True}, "m", PROMPT_TOKENS)
+    assert free.whole(Turn(text="a").completion())["stop_reason"] == "end_turn"
+
+
 def test_an_empty_answer_is_an_empty_text() -> None:
     assert content(events(Turn().chunks())) == [{"type": "text", "text": ""}]
 
