@@ -261,7 +261,8 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], form: AnswerForm, state
     except (ApiError, TimeoutError) as error:
         for event in form.failure(error if isinstance(error, ApiError) else _timeout(state)):
             yield form.encoded(event)
-    yield form.closing
+    if form.closing:
+        yield form.closing
 
 
 def _check_end(reason: str, error: str) -> None:
