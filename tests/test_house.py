@@ -63,6 +63,7 @@ TABLES = {
 ORDER = {
     **{f"engine/{room}": place for place, room in enumerate(ENGINE)},
     **{f"compress/{room}": place for place, room in enumerate(COMPRESS, start=len(ENGINE) + 2)},
+    "engine/server/doors": ENGINE.index("server"),  # a part of that room, which has the rules for its files
     "compress/commands": 98,
 }
 BESIDE_ENGINE, CALIBRATE, TABLE = len(ENGINE), len(ENGINE) + 1, len(ENGINE) + 1.5

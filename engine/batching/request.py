@@ -82,6 +82,8 @@ class Update:
     """Error message in one line, if the finish reason is "error"."""
     timings: Timings | None = None
     """Timings of the request, in the last update."""
+    stop_string: str = ""
+    """The stop string that ended the text, in the last update; empty if none did."""
 
 
 @dataclass

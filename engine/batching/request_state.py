@@ -179,9 +179,9 @@ class RequestState:
         prompt = None
         if self.request.prompt_logprobs and not self._told_prompt and self.timings.first_token is not None:
             prompt, self._told_prompt = tuple(self.prompt_logprobs), True
-        timings = self.timings if self.finished else None
+        timings, stop = (self.timings, self._stream.stop_string) if self.finished else (None, "")
         try:
-            self._listener(Update(text, tokens, logprobs, prompt, finish_reason, error, timings))
+            self._listener(Update(text, tokens, logprobs, prompt, finish_reason, error, timings, stop))
         except Exception:  # this request cannot be notified any more; the others go on
             logging.getLogger(__name__).exception("the listener of request %d failed; the request ends", self.number)
             self.finished = True

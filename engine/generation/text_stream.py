@@ -55,8 +55,10 @@ class TextStream:
         self.tokens: list[int] = []
         self.text = ""
         self.finish_reason = ""
+        self.stop_string = ""
+        """The stop string that ended the text; empty if none did."""
         self._limit, self._end_tokens, self._least = limit, end_tokens, least
-        self._stops = [StopString(stop) for stop in stops]
+        self._stops = {stop: StopString(stop) for stop in stops}
         self._characters = Characters(prompt[-CONTEXT_TOKENS:], decode)
         self._taken = 0
 
@@ -70,10 +72,12 @@ class TextStream:
             piece += self._characters.rest()
         before = len(self.text)
         self.text += piece
-        stops = self._stops if len(self.tokens) > self._least else []
-        found = [before + place for stop in stops if (place := stop.find(piece)) is not None]
+        stops = self._stops.items() if len(self.tokens) > self._least else ()
+        searched = ((name, stop.find(piece)) for name, stop in stops)
+        found = [(before + place, name) for name, place in searched if place is not None]
         if found:
-            self.text = self.text[: min(found)]
+            end, self.stop_string = min(found)
+            self.text = self.text[:end]
         if found or last:
             self.finish_reason = "stop" if found or ended or complete else "length"
 
@@ -84,7 +88,7 @@ class TextStream:
 
     def take(self) -> str:
         """Return the text since the last call, except an ending that may become a stop string."""
-        held_back = max((stop.begun for stop in self._stops), default=0)
+        held_back = max((stop.begun for stop in self._stops.values()), default=0)
         end = len(self.text) if self.finish_reason else len(self.text) - held_back
         piece = self.text[self._taken : end]
         self._taken = end

@@ -13,7 +13,7 @@ from engine.server.hosts import is_local, plain_host
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/", "/health")
 """Paths that need no key."""
-WRONG_KEY = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
+WRONG_KEY = "the API key is missing or wrong; send it as: Authorization: Bearer KEY (or x-api-key: KEY)"
 LET_IN = "let_in"
 """Name in a request's state, set if the path is not open and the key check has passed."""
 SHOWN_CHARACTERS = 80
@@ -43,11 +43,14 @@ def check_host(headers: Headers, hosts: Collection[str] | None) -> None:
 def check_key(headers: Headers, path: str, keys: Sequence[bytes]) -> str:
     """Return a name for the key that a request was sent with, empty if there is at most one key.
 
-    Raises ApiError without a right key. Every key is compared, each in constant time.
+    The header Authorization decides where it is sent, and x-api-key where it is not. Raises ApiError without a right key.
+    Every key is compared, each in constant time.
     """
     if not keys or path in OPEN_PATHS:
         return ""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
+    scheme, given = "bearer", headers.get("x-api-key", "")
+    if "authorization" in headers:
+        scheme, _, given = headers["authorization"].partition(" ")
     matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in keys]
     if not any(matches) or scheme.lower() != "bearer":
         raise ApiError(401, WRONG_KEY, code="invalid_api_key")

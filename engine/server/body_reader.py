@@ -20,10 +20,13 @@ from engine.files.image_file import decoded_images
 from engine.replies.reply import ReplyForm
 from engine.replies.table import AUTO
 from engine.server.constraints import grammar_of
+from engine.server.doors.door import Door
+from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError, api_error, body_error, no_object, not_json
 from engine.server.image_parts import image_files
 from engine.server.nesting import nested_field
 from engine.server.schema import (
+    TEMPERATURE,
     Body,
     ChatCompletionRequest,
     CompletionRequest,
@@ -44,8 +47,6 @@ if TYPE_CHECKING:
 
 COMPLETION_TOKENS = 16
 """Default limit of new tokens for a completion; a chat may use all remaining positions."""
-TEMPERATURE = 1.0
-"""Default temperature, as clients of OpenAI's API expect."""
 MOST_ITEMS = 10_000
 """Maximum number of entries in a list that holds no tokens, if the model's length is below it."""
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -101,6 +102,8 @@ class Read:
     """Inputs of the model for the images of the prompt, as tensors; empty without images."""
     form: ReplyForm | None = None
     """How replies are taken apart; None for text that is given on as it is."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the body that an answer in another form than a chat's repeats."""
 
 
 class BodyReader:
@@ -126,7 +129,7 @@ class BodyReader:
         Raises ApiError for a refused body.
         """
         try:
-            return READERS[path](self, data)
+            return self._through(DOORS[path], data) if path in DOORS else READERS[path](self, data)
         except CompressError as error:
             raise api_error(error) from error
         except RecursionError as error:
@@ -136,7 +139,9 @@ class BodyReader:
 
     def chat(self, data: bytes) -> Read:
         """POST /v1/chat/completions"""
-        body = self._parsed(data, ChatCompletionRequest)
+        return self._chat(self._parsed(data, ChatCompletionRequest))
+
+    def _chat(self, body: ChatCompletionRequest) -> Read:
         refuse(body)
         self._check_count(1, body.n)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -150,6 +155,22 @@ class BodyReader:
         read = self._read(body, [prompt], [room], top, grammar=grammar, images=images)
         read.request["shown_special_tokens"] = self._tools.shown(form)
         return replace(read, form=form)
+
+    def _through(self, door: Door, data: bytes) -> Read | dict[str, Any]:
+        """Read a body of another interface by way of a chat completion."""
+        own = door.read(self._values(data))
+        self._check_model(own.model)
+        kept, chat = door.kept(own), door.chat(own)
+        with door.naming():
+            body = _validated(ChatCompletionRequest, chat)
+            if door.counted is not None:
+                refuse(body)
+                return door.counted(len(self._conversation(body.messages, self._tools.asking(body))[1]))
+            read = self._chat(body)
+        if door.most_tokens is not None:
+            (fits,), most = read.new_tokens, door.most_tokens(own)
+            read, kept = replace(read, new_tokens=[min(fits, most)]), kept | {"is_lowered": fits < most}
+        return replace(read, repeated=kept)
 
     def completion(self, data: bytes) -> Read:
         """POST /v1/completions"""
@@ -186,6 +207,11 @@ class BodyReader:
         return {"prompt": self._texts.text(self._known(self._parsed(data, DetokenizeRequest).tokens, "tokens"))}
 
     def _parsed(self, data: bytes, kind: type[AnyBody]) -> AnyBody:
+        body = _validated(kind, self._values(data))
+        self._check_model(getattr(body, "model", None))
+        return body
+
+    def _values(self, data: bytes) -> dict[str, Any]:
         try:
             values = json.loads(data)
         except json.JSONDecodeError as error:
@@ -195,14 +221,11 @@ class BodyReader:
         if not isinstance(values, dict):
             raise no_object()
         self._check_lists(values)
-        try:
-            body = kind.model_validate(values)
-        except ValidationError as error:
-            raise body_error(error.errors(include_url=False, include_context=False, include_input=False)) from error
-        model = getattr(body, "model", None)
-        if model is not None and model != self._settings.model_name:
-            raise unknown_model(model, self._settings.model_name)
-        return body
+        return values
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._settings.model_name:
+            raise unknown_model(name, self._settings.model_name)
 
     def _check_lists(self, values: dict[str, Any]) -> None:
         most = max(MOST_ITEMS, self._settings.max_model_length)
@@ -361,14 +384,21 @@ READERS: dict[str, Callable[[BodyReader, bytes], Read | dict[str, Any]]] = {
 """Methods that read the body, by path of the endpoint."""
 
 
+def _validated(kind: type[AnyBody], values: dict[str, Any]) -> AnyBody:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise body_error(error.errors(include_url=False, include_context=False, include_input=False)) from error
+
+
 def _lists(values: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
     """Yield the lists in a body that validation traverses, each with the name of its field."""
     yield from ((name, value) for name, value in values.items() if isinstance(value, list))
-    messages = values.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        for name in ("content", "tool_calls") if isinstance(message, dict) else ():
-            if isinstance(message.get(name), list):
-                yield "messages", message[name]
+    for name in ("messages", "input"):
+        turns = values.get(name)
+        for turn in turns if isinstance(turns, list) else ():
+            parts = (turn.get(key) for key in ("content", "tool_calls")) if isinstance(turn, dict) else ()
+            yield from ((name, part) for part in parts if isinstance(part, list))
 
 
 def unknown_model(name: str, own: str) -> ApiError:

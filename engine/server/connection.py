@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.access import LET_IN, OPEN_PATHS, check_host, check_key
+from engine.server.doors.error_forms import error_body
 from engine.server.errors import ApiError
 
 MOST_BODY_BYTES = 8_000_000
@@ -63,7 +64,8 @@ class RequestGate:
             self._check_phase(scope)  # the phase may have changed while the body arrived
         except (ApiError, TimeoutError) as error:
             taken.give_back()
-            await error_response(_late() if isinstance(error, TimeoutError) else error)(scope, receive, send)
+            refused = _late() if isinstance(error, TimeoutError) else error
+            await error_response(refused, scope["path"])(scope, receive, send)
             return
         except Gone:
             taken.give_back()
@@ -150,9 +152,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the HTTP response for an error."""
-    return JSONResponse(error.body(), error.status, error.headers)
+def error_response(error: ApiError, path: str) -> Response:
+    """Return the HTTP response for an error of a request for `path`."""
+    return JSONResponse(error_body(error, path), error.status, error.headers)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.batching.request import Request
@@ -29,6 +29,8 @@ class Asked:
     include_usage: bool = False
     form: ReplyForm | None = None
     """How replies are taken apart; None for text that is given on as it is."""
+    repeated: dict[str, Any] = field(default_factory=dict)
+    """Fields of the body that an answer in another form than a chat's repeats."""
 
 
 def asked(header: dict[str, Any], data: Data) -> Asked:
@@ -48,7 +50,8 @@ def asked(header: dict[str, Any], data: Data) -> Asked:
         for _ in range(read["choices"]):
             sampling = SamplingOptions(**options, seed=(seed + len(requests)) % 2**63)
             requests.append(replace(request, sampling=sampling))
-    return Asked(tuple(requests), read["choices"], tuple(read["echoes"]), read["stream"], read["include_usage"], form)
+    shown = {name: read[name] for name in ("stream", "include_usage", "repeated")}
+    return Asked(tuple(requests), read["choices"], tuple(read["echoes"]), form=form, **shown)
 
 
 def reading_settings(

@@ -32,6 +32,7 @@ class _Choice:
     text: str = ""
     scored: list[Scored] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str = ""
     timings: Timings | None = None
     characters: int = 0
     """Length of the text of the tokens that have offsets, in characters."""
@@ -70,7 +71,7 @@ class Answer:
         piece = Piece(text, [*_of_prompt(request, update), *scored], update.finish_reason or None)
         choice.text += text
         choice.scored.extend(piece.scored)
-        choice.finish_reason = piece.finish_reason
+        choice.finish_reason, choice.stop_string = piece.finish_reason, update.stop_string
         choice.timings = update.timings or choice.timings
         return piece
 
@@ -78,15 +79,16 @@ class Answer:
         """Return a piece as the chunk of a stream; None for an empty piece."""
         if self._is_empty(piece):
             return None
-        chunk = self._chunk([self._streamed(index, piece)])
-        ended = self._choices[index].timings
+        choice = self._choices[index]
+        chunk, ended = self._chunk([self._streamed(index, piece) | _stop_reason(choice)]), choice.timings
         return chunk | {"timings": timings([ended])} if piece.finish_reason and ended else chunk
 
     def whole(self) -> Json:
         """Return the complete answer when all choices have ended."""
         choices = []
         for index, choice in enumerate(self._choices):
-            choices.append(self._complete(index, Piece(choice.text, choice.scored, choice.finish_reason)))
+            piece = Piece(choice.text, choice.scored, choice.finish_reason)
+            choices.append(self._complete(index, piece) | _stop_reason(choice))
         known = [choice.timings for choice in self._choices if choice.timings]
         return self._head | {
             "object": self.kind,
@@ -247,6 +249,11 @@ def _of_prompt(request: Request, update: Update) -> list[Scored]:
 
 def _choice(index: int, finish_reason: str | None = None, logprobs: Json | None = None, **own: Any) -> Json:
     return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _stop_reason(choice: _Choice) -> Json:
+    """Return the field that names the stop string by which a choice has ended; other ends have no such field."""
+    return {"stop_reason": choice.stop_string} if choice.stop_string else {}
 
 
 def timings(several: Sequence[Timings]) -> Json:

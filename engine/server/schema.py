@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from engine.generation.options import LEAST_REPETITION_PENALTY, MOST_BIAS, MOST_REPETITION_PENALTY
 from engine.server.errors import ApiError
 
+TEMPERATURE = 1.0
+"""Default temperature, as clients of OpenAI's API expect."""
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 MOST_STOPS = 4

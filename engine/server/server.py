@@ -1,19 +1,16 @@
-"""The HTTP API of a running engine: OpenAI's endpoints, metrics, and a chat page. docs/serving.md describes it."""
+"""The HTTP API of a running engine: its endpoints, metrics, and a chat page. docs/serving.md describes it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from html import escape
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -27,18 +24,20 @@ from engine.onnx.runtime import OnnxDecoder
 from engine.server.body_reader import unknown_model
 from engine.server.chat_page import chat_page
 from engine.server.connection import NAMESPACE, EventStream, Gone, Phase, RequestGate, error_response, while_connected
+from engine.server.doors.form import AnswerForm, ChatForm
+from engine.server.doors.messages_answer import MessagesForm
+from engine.server.doors.responses_answer import ResponsesForm
+from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError, api_error, no_object
 from engine.server.exchange import Exchange
 from engine.server.metrics import Metrics
+from engine.server.openapi import STREAMED, described_body, endpoint_list, with_error_responses
 from engine.server.reading_pool import ReadingPool
 from engine.server.reading_process import Frame
 from engine.server.requests import Asked, asked, reading_settings
 from engine.server.responses import Answer, ChatAnswer, CompletionAnswer
-from engine.server.schema import Body, ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from engine.server.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-DONE = b"data: [DONE]\n\n"
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-"""Responses of the OpenAPI schema: JSON, or server-sent events."""
 CLIENT_GONE = 499
 """Status for a disconnected client, used in logs only."""
 
@@ -127,54 +126,77 @@ def create_app(state: State) -> FastAPI:
     app.add_middleware(RequestGate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts)
     _handle_errors(app, state)
     _add_completions(app, state)
+    _add_doors(app, state)
     _add_tokens(app, state)
     _add_figures(app, state)
     _add_pages(app)
     # Validation errors have status 400 here, but FastAPI documents 422 by itself.
     make_schema = app.openapi
-    app.openapi = cache(lambda: _with_errors(make_schema()))  # type: ignore[method-assign]
+    app.openapi = cache(lambda: with_error_responses(make_schema()))  # type: ignore[method-assign]
     return app
 
 
 def _handle_errors(app: FastAPI, state: State) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(CompressError)
     async def failed(request: Request, error: CompressError) -> Response:
         if isinstance(error, BusyError) and state.phase == "draining":
-            return error_response(ApiError(503, str(error), code="draining"))
-        return error_response(api_error(error))
+            return error_response(ApiError(503, str(error), code="draining"), request.url.path)
+        return error_response(api_error(error), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        said = {404: f"there is no {request.url.path}; see /docs", 405: f"{request.method} is not for {request.url.path}"}
-        response = error_response(ApiError(error.status_code, said.get(error.status_code, str(error.detail))))
+        path = request.url.path
+        said = {404: f"there is no {path}; see /docs", 405: f"{request.method} is not for {path}"}
+        response = error_response(ApiError(error.status_code, said.get(error.status_code, str(error.detail))), path)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed on this request; its log has the reason"))
-
-
-def _described(body: type[Body]) -> dict[str, Any]:
-    """Return the OpenAPI entry for a request body that the endpoint itself does not parse."""
-    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+        failure = ApiError(500, "the server failed on this request; its log has the reason")
+        return error_response(failure, request.url.path)
 
 
 def _add_completions(app: FastAPI, state: State) -> None:
-    @app.post("/v1/chat/completions", responses=STREAMED, openapi_extra=_described(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", responses=STREAMED, openapi_extra=described_body(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         return await _answer(state, request, ChatAnswer)
 
-    @app.post("/v1/completions", responses=STREAMED, openapi_extra=_described(CompletionRequest))
+    @app.post("/v1/completions", responses=STREAMED, openapi_extra=described_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue one or several texts."""
         return await _answer(state, request, CompletionAnswer)
+
+
+def _add_doors(app: FastAPI, state: State) -> None:
+    def described(path: str) -> dict[str, Any]:
+        return described_body(DOORS[path].body)
+
+    @app.post("/v1/responses", responses=STREAMED, openapi_extra=described("/v1/responses"))
+    async def responses(request: Request) -> Response:
+        """Continue a conversation, in the form of OpenAI's Responses."""
+        return await _answer(state, request, ChatAnswer, ResponsesForm)
+
+    @app.post("/v1/messages", responses=STREAMED, openapi_extra=described("/v1/messages"))
+    async def messages(request: Request) -> Response:
+        """Continue a conversation, in the form of Anthropic's Messages."""
+        return await _answer(state, request, ChatAnswer, MessagesForm)
+
+    for path in ("/v1/responses/input_tokens", "/v1/messages/count_tokens"):
+
+        @app.post(path, response_model=dict[str, Any], openapi_extra=described(path), name=path)
+        async def count(request: Request) -> Response:
+            """Number of tokens of a prompt."""
+            return await _read_only(state, request)
+
+    @app.api_route("/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def stored(name: str) -> Response:
+        raise ApiError(404, "responses are not stored here; send the whole conversation to /v1/responses")
 
 
 async def _read(state: State, request: Request, deadline: float | None) -> Frame:
@@ -189,18 +211,21 @@ async def _read(state: State, request: Request, deadline: float | None) -> Frame
         raise _timeout(state) from error
 
 
-async def _answer(state: State, request: Request, form: type[Answer]) -> Response:
+async def _answer(state: State, request: Request, kind: type[Answer], form: type[ChatForm] | None = None) -> Response:
+    """Return the answer to a request for text. `form`: that of another interface; None for `kind` as it is."""
     service = state.service
     deadline = None if state.request_timeout is None else asyncio.get_running_loop().time() + state.request_timeout
     try:
         wanted: Asked = asked(*await _read(state, request, deadline))
-        answer = form(wanted, service.model_name, service.words, include_usage=wanted.include_usage)
+        answer = kind(wanted, service.model_name, service.words, include_usage=wanted.include_usage)
+        shown = form(wanted.repeated, service.model_name, len(wanted.requests[0].prompt)) if form else AnswerForm()
         own = [replace(each, namespace=getattr(request.state, NAMESPACE)) for each in wanted.requests]
         exchange = Exchange(service.engine_loop, own, service.metrics)
         if wanted.stream:
-            return EventStream(_events(exchange, answer, deadline, state), exchange.cancel)
+            return EventStream(_events(_chunks(exchange, answer, deadline), shown, state), exchange.cancel)
         try:
-            return JSONResponse(await while_connected(request.receive, _collected(exchange, answer, deadline, state)))
+            whole = await while_connected(request.receive, _collected(exchange, answer, deadline, state))
+            return JSONResponse(shown.whole(whole))
         finally:
             exchange.cancel()
     except Gone:
@@ -217,26 +242,34 @@ async def _collected(exchange: Exchange, answer: Answer, deadline: float | None,
     return answer.whole()
 
 
-async def _events(exchange: Exchange, answer: Answer, deadline: float | None, state: State) -> AsyncIterator[bytes]:
+async def _chunks(exchange: Exchange, answer: Answer, deadline: float | None) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of a stream. Raises ApiError if the engine ends a request early, and TimeoutError."""
     for chunk in answer.opening():
-        yield _event(chunk)
+        yield chunk
+    async for index, update in exchange.updates(deadline):
+        _check_end(update.finish_reason, update.error)
+        chunk_of_update = answer.chunk(index, answer.take(index, update))
+        if chunk_of_update is not None:
+            yield chunk_of_update
+    for chunk in answer.usage_chunk():
+        yield chunk
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]], form: AnswerForm, state: State) -> AsyncIterator[bytes]:
+    """Yield the events of a stream as bytes; an error is its last event."""
+    for event in form.opening():
+        yield form.encoded(event)
     try:
-        async for index, update in exchange.updates(deadline):
-            _check_end(update.finish_reason, update.error)
-            chunk_of_update = answer.chunk(index, answer.take(index, update))
-            if chunk_of_update is not None:
-                yield _event(chunk_of_update)
-        for chunk in answer.usage_chunk():
-            yield _event(chunk)
-    except ApiError as error:
-        yield _event(error.body())
-    except TimeoutError:
-        yield _event(_timeout(state).body())
-    yield DONE
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+        async for chunk in chunks:
+            for event in form.take(chunk):
+                yield form.encoded(event)
+        for event in form.ending():
+            yield form.encoded(event)
+    except (ApiError, TimeoutError) as error:
+        for event in form.failure(error if isinstance(error, ApiError) else _timeout(state)):
+            yield form.encoded(event)
+    if form.closing:
+        yield form.closing
 
 
 def _check_end(reason: str, error: str) -> None:
@@ -251,23 +284,25 @@ def _timeout(state: State) -> ApiError:
     return ApiError(504, message, code="timeout")
 
 
-def _add_tokens(app: FastAPI, state: State) -> None:
-    async def answered(request: Request) -> Response:
-        try:
-            _, answer = await _read(state, request, None)
-        except Gone:
-            return Response(status_code=CLIENT_GONE)
-        return Response(bytes(answer), media_type="application/json")
+async def _read_only(state: State, request: Request) -> Response:
+    """Return the answer of an endpoint that needs no engine."""
+    try:
+        _, answer = await _read(state, request, None)
+    except Gone:
+        return Response(status_code=CLIENT_GONE)
+    return Response(bytes(answer), media_type="application/json")
 
-    @app.post("/tokenize", response_model=dict[str, Any], openapi_extra=_described(TokenizeRequest))
+
+def _add_tokens(app: FastAPI, state: State) -> None:
+    @app.post("/tokenize", response_model=dict[str, Any], openapi_extra=described_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt, or of messages."""
-        return await answered(request)
+        return await _read_only(state, request)
 
-    @app.post("/detokenize", response_model=dict[str, Any], openapi_extra=_described(DetokenizeRequest))
+    @app.post("/detokenize", response_model=dict[str, Any], openapi_extra=described_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return await answered(request)
+        return await _read_only(state, request)
 
 
 def _add_figures(app: FastAPI, state: State) -> None:
@@ -304,52 +339,4 @@ def _add_pages(app: FastAPI) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(_docs(app.openapi()))
-
-
-def _docs(schema: dict[str, Any]) -> str:
-    """Return an HTML list of the endpoints without external resources."""
-    rows = [
-        f"<tr><td>{escape(method.upper())}</td><td><code>{escape(path)}</code></td>"
-        f"<td>{escape(str(about.get('description') or about.get('summary', '')))}</td></tr>"
-        for path, methods in schema["paths"].items()
-        for method, about in methods.items()
-    ]
-    return (
-        '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        '<meta name="color-scheme" content="light dark"><title>compress serve</title>'
-        "<style>body { font: 16px/1.5 system-ui, sans-serif; margin: 16px } td { padding: 4px 16px 4px 0 }</style>"
-        f'<h1>compress serve</h1><table>{"".join(rows)}</table><p><a href="/openapi.json">openapi.json</a></p></html>'
-    )
-
-
-def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI schema with this server's errors in place of FastAPI's own."""
-    text = {"type": "string"}
-    fields = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}}
-    error = {"type": "object", "required": list(fields), "properties": fields}
-    form = {"type": "object", "required": ["error"], "properties": {"error": error}}
-    content = {"application/json": {"schema": form}}
-    statuses = {
-        "400": "Not valid, or not available",
-        "401": "No key",
-        "404": "Another model",
-        "408": "Not complete in time",
-        "413": "Too large",
-        "421": "Another host",
-        "429": "The queue is full",
-        "500": "The engine failed",
-        "503": "Loading, or shutting down",
-        "504": "The time is over",
-    }
-    for methods in schema["paths"].values():
-        for about in methods.values():
-            about["responses"].pop("422", None)
-            about["responses"] |= {code: {"description": said, "content": content} for code, said in statuses.items()}
-    bodies = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-    _, own = models_json_schema([(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}")
-    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-    schemas |= own["$defs"]
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    return schema
+        return HTMLResponse(endpoint_list(app.openapi()))

@@ -233,6 +233,8 @@ def test_a_stop_string_ends_across_tokens_and_is_never_given_out(engine: Engine)
     stop = next(plain.text[i : i + 3] for i in range(4, 20) if "\ufffd" not in plain.text[i : i + 3])
     (stopped,) = serve(engine, Request(prompt(4), 30, stop=("never", stop), ignore_end_tokens=True))
     assert stopped.text == plain.text[: plain.text.index(stop)] and stopped.finish_reason == "stop"
+    assert [update.stop_string for update in stopped.updates] == [""] * (len(stopped.updates) - 1) + [stop]
+    assert {update.stop_string for update in plain.updates} == {""}
     given = ""
     for update in stopped.updates:
         given += update.text

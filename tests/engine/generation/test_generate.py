@@ -22,7 +22,7 @@ from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, OptionError
 from engine.generation.generate import Engine, Generation, torch_products
 from engine.generation.options import SamplingOptions
-from engine.generation.text_stream import Characters, StopString
+from engine.generation.text_stream import Characters, StopString, TextStream
 
 PROMPTS = ["def read(path):", "x", "größer als €5: "]
 
@@ -168,6 +168,18 @@ def test_a_stop_string_is_found_where_a_plain_search_finds_it(stop: str) -> None
                 break
             assert found is None and looking.begun == naive_begun(whole, stop)
             read += len(piece)
+
+
+def test_of_several_stop_strings_the_first_in_the_text_is_named() -> None:
+    stream = TextStream([], 10, frozenset(), ("d", "bc", "b"), lambda ids: "".join(map(chr, ids)))
+    for character in "abcd":
+        if not stream.finish_reason:
+            stream.append(ord(character))
+    assert (stream.text, stream.stop_string) == ("a", "b")
+    other = TextStream([], 2, frozenset(), ("d",), lambda ids: "".join(map(chr, ids)))
+    for character in "ab":
+        other.append(ord(character))
+    assert (other.finish_reason, other.stop_string) == ("length", "")
 
 
 def test_a_long_stop_string_costs_no_more_than_the_text() -> None:

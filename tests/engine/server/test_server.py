@@ -150,7 +150,10 @@ def test_a_stop_string_ends_the_text(client: openai.OpenAI) -> None:
     stop = text[5:7]
     for given in (stop, ["never there", stop]):
         choice = complete(client, max_tokens=40, stop=given).choices[0]
-        assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
+        assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop" and choice.stop_reason == stop
+        last = list(complete(client, max_tokens=40, stop=given, stream=True))[-1].choices[0]
+        assert last.finish_reason == "stop" and last.stop_reason == stop
+    assert "stop_reason" not in complete(client, max_tokens=4).choices[0].to_dict()
 
 
 def test_logprobs_are_those_of_a_plain_forward(client: openai.OpenAI, engine: Engine) -> None:
