@@ -74,8 +74,10 @@ def _memory_demand(options: QuantizeOptions, prepared: Prepared) -> MemoryDemand
     texts = [prepared.tokens_SL, *([] if prepared.held_out is None else [prepared.held_out.tokens_SL])]
     length = max(1, prepared.tokens_SL.shape[1])
     checkpoint = prepared.checkpoint
-    names = options.quantiser.names(checkpoint.config) if checkpoint.has_own_decoder else checkpoint.shapes
-    matrices = {name: checkpoint.shapes[name][-2:] for name in names}  # of stacked experts, one of the matrices
+    if isinstance(checkpoint, AdaptedCheckpoint):  # of stacked experts, one of the matrices
+        matrices = {name: shape[-2:] for name, (_, shape) in checkpoint.stored_shapes.items() if len(shape) > 1}
+    else:
+        matrices = {name: checkpoint.shapes[name] for name in options.quantiser.names(checkpoint.config)}
     needed = rounding_bytes(matrices, options.quantiser, options.way)
     return MemoryDemand(prepared.dtype, length, other_bytes=needed, tokens=max(text.numel() for text in texts))
 

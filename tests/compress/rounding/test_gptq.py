@@ -43,7 +43,7 @@ def naive(weight: np.ndarray, moment: np.ndarray, scales: np.ndarray, bits: int)
     return result
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, WHOLE_ROW), Scheme(8, 16)])
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, WHOLE_ROW), Scheme(8, 16), Scheme(3, 32), Scheme(2, 16)])
 def test_rounding_equals_a_naive_implementation_in_float64(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 inputs in blocks of 24, the last one incomplete."""
     monkeypatch.setattr("compress.rounding.gptq.BLOCK", 24)

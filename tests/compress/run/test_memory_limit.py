@@ -23,7 +23,7 @@ from engine.kernels.linear import has_half_arithmetic
 from engine.passes.activations import Activations
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 
-LIMIT = 800_000_000
+LIMIT, ROUNDING_LIMIT = 800_000_000, 1_050_000_000
 SEARCH_LIMIT = LIMIT if has_half_arithmetic() else 1_300_000_000
 """Limit of the search. If the processor only emulates half precision, gradients pass through a layer widened to float32.
 
@@ -153,3 +153,16 @@ def test_what_cannot_be_obeyed_is_refused_before_any_work(
     (line,) = result.stderr.splitlines()
     assert re.search(reason, line), line
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["nearest", "gptq"])
+def test_rounding_within_a_limit(way: str, tmp_path: Path) -> None:
+    """The weights alone exceed the limit less an interpreter. One matrix has moments of 8 MB, and a layer 32 experts."""
+    config = shape(hidden=1024, layers=4, experts=32, width=1024) | {"vocab_size": 4096}
+    assert write_random_weights(tmp_path / "model", config, alike=True) > ROUNDING_LIMIT - INTERPRETER
+    write_tokenizer(tmp_path / "model", 4096)
+    text = ["--data", "stdlib", "--samples", "4", "--sequence-length", "64", "--threads", "1", "--json"]
+    options = ["--bits", "8", "--rounding", way, "--evaluation-samples", "2", "-o", str(tmp_path / "out"), *text]
+    _, peak = run("quantize", str(tmp_path / "model"), *options, "--memory-limit", str(ROUNDING_LIMIT))
+    assert peak <= ROUNDING_LIMIT
