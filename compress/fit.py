@@ -24,7 +24,7 @@ from calibrate.batches import training_text
 from compress.fitting.candidate import Candidate, Choice, choice_of
 from compress.fitting.costs import NOT_CORRECTED, Corrections, Option
 from compress.fitting.measured import Measuring, corrections_of
-from compress.fitting.statistics import FitRun, table_of, unit_costs
+from compress.fitting.statistics import FitRun, memory_demand, table_of, unit_costs
 from compress.methods.inputs import Prunable
 from compress.options.fit import FitOptions
 from compress.options.quantize import QuantiserOptions
@@ -42,6 +42,7 @@ from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.errors import OptionError
 from engine.families.tensor_names import ffn_parts
 from engine.kernels.scheme import PLAIN_BITS, Scheme
+from engine.passes.memory_need import budget_for
 from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
@@ -60,8 +61,9 @@ def fit(options: FitOptions, progress: Progress = no_progress) -> FitFigures:
         return cast(FitFigures, figures)
     check_outputs(options)
     prepared = prepare_fitting(options)
+    memory = budget_for(options.memory_limit, prepared.checkpoint, memory_demand(options, prepared))
     check_weights(prepared.checkpoint, progress)
-    run = Run(options, prepared, work, progress, started)
+    run = Run(options, prepared, work, progress, started, memory)
     return cast(FitFigures, carry_out(run, lambda: _make(run)))
 
 

@@ -102,6 +102,7 @@ def carried_out(run: MethodRun, choice: Choice, group_size: int) -> Candidate:
         *(smaller, run.prepared.tokens_SL, run.work.path / "rounded", widths),
         dtype=run.prepared.dtype,
         device=run.options.device,
+        budget=run.memory_budget,
         progress=run.bar("rounding (layers)"),
     )
     return Candidate(choice, refit, Quantiser(widths, None, rounded, GPTQ))

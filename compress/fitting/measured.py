@@ -1,8 +1,8 @@
 """The choices of a run, carried out and measured: points of the frontier of size against divergence.
 
-A choice is measured as a whole, and in parts: the routed experts of a band of layers alone, and the other matrices alone,
-in an otherwise unchanged model. The parts say by how much each band's predicted divergence is off, and their sum says how
-the bands act together. Both correct the costs (`corrections`).
+A choice is measured as a whole and, without a memory limit, in parts: the routed experts of a band of layers alone, and the
+other matrices alone, in an otherwise unchanged model. The parts say by how much each band's predicted divergence is off, and
+their sum says how the bands act together. Both correct the costs (`corrections_of`).
 """
 
 from __future__ import annotations
@@ -59,24 +59,32 @@ class Measuring:
             with reference(self._run) as full:
                 kl = full.divergence(result)
                 without = kl * choice.removes if smaller is None else full.divergence(smaller)
-                parts = self._parts(full, result, smaller, choice)
+                if self._run.memory_budget.limit is None:
+                    parts = self._parts(full, result, smaller, choice)
+                else:  # parts hold a layer of two models
+                    parts = {full.checkpoint.config.moe_layers[0]: Divergence(without, kl - without)}
             return self._predicted(options, corrections) | {
                 "bytes": weight_file_bytes(result.directory),
                 "measured_kl": kl,
                 "measured_kl_of_removal": without,
                 "measured_kl_of_parts": {str(layer): list(part) for layer, part in parts.items()},
-                "tokens_per_second": decoding_speed(result.directory, self._run.options.device),
+                "tokens_per_second": self._speed(result.directory),
             }
 
         return self._run.work.once(f"measured-{number}", measure), candidate
+
+    def _speed(self, directory: Path) -> float | None:
+        """Return the tokens per second at which the engine decodes one sequence; None under a memory limit."""
+        is_limited = self._run.memory_budget.limit is not None
+        return None if is_limited else decoding_speed(directory, self._run.options.device)
 
     def _parts(
         self, full: Reference, result: Checkpoint, smaller: Checkpoint | None, choice: Choice
     ) -> dict[int, Divergence]:
         """Return the divergence of each band alone, by its first layer, and of the other matrices alone."""
-        found: dict[int, Divergence] = {}
+        layers, found = full.checkpoint.config.moe_layers, dict[int, Divergence]()
         place = full.dtype, full.device
-        for band in bands(full.checkpoint.config.moe_layers):
+        for band in bands(layers):
             both = full.divergence(full.checkpoint, with_blocks_of(result, band, *place))
             removal = both * choice.removes
             if smaller is not None:
@@ -123,13 +131,18 @@ def corrections_of(point: Mapping[str, Any], predicted: Mapping[int, Divergence]
     found: dict[int, Factors] = {}
     firsts = sorted(parts)
     for layer in predicted:
-        first = max(own for own in firsts if own <= layer)
-        band = [own for at, own in predicted.items() if max(each for each in firsts if each <= at) == first]
+        first = _band(layer, firsts)
+        band = [own for at, own in predicted.items() if _band(at, firsts) == first]
         found[layer] = Factors(
             together.removal * _ratio(parts[first].removal, sum(own.removal for own in band)),
             together.rounding * _ratio(parts[first].rounding, sum(own.rounding for own in band)),
         )
     return found
+
+
+def _band(layer: int, firsts: Sequence[int]) -> int:
+    """Return the first layer of the band that a layer is in; other matrices without a part of their own are in the first."""
+    return max((own for own in firsts if own <= layer), default=firsts[0])
 
 
 def _ratio(measured: float, predicted: float) -> float:

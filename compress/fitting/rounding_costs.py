@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from calibrate.ffn_inputs import FfnInputs, Text, groups_within
-from compress.rounding.feedback_pass import MOMENT_BYTES, NetworkMoments, second_moment
+from compress.rounding.feedback_pass import MOMENT_BYTES, MOMENT_BYTES_WITHIN_LIMIT, NetworkMoments, second_moment
 from compress.rounding.gptq import Feedback
+from compress.rounding.memory import FACTORS
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
@@ -66,7 +67,7 @@ def rounding_costs(
         if not isinstance(block, MoeBlock):
             return None
         inputs = FfnInputs(block, text, dtype, budget=budget, release=checkpoint.release)
-        return partial(_write, _path(directory, index), inputs, weights[index], schemes, checkpoint.model_dtype)
+        return partial(_write, _path(directory, index), inputs, weights[index], schemes, checkpoint.model_dtype, budget)
 
     if not _path(directory, layers[-1]).is_file():
         stream_layers(
@@ -90,11 +91,18 @@ def _read(path: Path) -> dict[str, Tensor]:
         return {part: file.tensor(part).clone() for part in PARTS}
 
 
-def _write(path: Path, inputs: FfnInputs, weight_D: Tensor, schemes: Sequence[Scheme], scale_dtype: torch.dtype) -> None:
+def _write(
+    path: Path,
+    inputs: FfnInputs,
+    weight_D: Tensor,
+    schemes: Sequence[Scheme],
+    scale_dtype: torch.dtype,
+    budget: MemoryBudget,
+) -> None:
     """Measure the experts of one layer, and write their costs."""
     inputs.stop()
     found = {part: torch.zeros(len(inputs.networks), len(schemes), dtype=torch.float64) for part in PARTS}
-    for number, costs in _costs(inputs, weight_D, schemes, scale_dtype):
+    for number, costs in _costs(inputs, weight_D, schemes, scale_dtype, budget):
         for part, cost_B in costs.items():
             found[part][number] = cost_B
     write_state(path, found, {}, "costs of rounding")
@@ -102,12 +110,13 @@ def _write(path: Path, inputs: FfnInputs, weight_D: Tensor, schemes: Sequence[Sc
 
 
 def _costs(
-    inputs: FfnInputs, weight_D: Tensor, schemes: Sequence[Scheme], scale_dtype: torch.dtype
+    inputs: FfnInputs, weight_D: Tensor, schemes: Sequence[Scheme], scale_dtype: torch.dtype, budget: MemoryBudget
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the number of each expert with the costs [B] of its parts."""
     mean_DD, tokens = _mean_moment(inputs)
-    sizes = [_held_bytes(network, len(schemes)) for network in inputs.networks]
-    for group in groups_within(MOMENT_BYTES, sizes):
+    sizes = [trial_bytes(network.hidden_size, network.width, len(schemes)) for network in inputs.networks]
+    together = MOMENT_BYTES if budget.limit is None else MOMENT_BYTES_WITHIN_LIMIT
+    for group in groups_within(together, sizes):
         moments = {number: NetworkMoments(inputs.networks[number]) for number in group}
         for batch in inputs.batches():
             for number, own in moments.items():
@@ -128,10 +137,13 @@ def _mean_moment(inputs: FfnInputs) -> tuple[Tensor, int]:
     return sum_DD / max(tokens, 1), max(tokens, 1)
 
 
-def _held_bytes(network: Expert, widths: int) -> int:
-    """Return the bytes that the trials of one expert hold: its moments, and its matrices at each width."""
-    hidden = network.hidden_size
-    return 8 * (network.width**2 + hidden**2) + 4 * widths * 3 * network.width * hidden
+def trial_bytes(hidden: int, width: int, widths: int) -> int:
+    """Return the bytes that the trials of one expert hold: its moments while they are factored, and its matrices at each of
+    some widths.
+
+    hidden, width: its inputs and its hidden units.
+    """
+    return FACTORS * 8 * max(width, hidden) ** 2 + 8 * (width**2 + hidden**2) + 4 * widths * 3 * width * hidden
 
 
 class _Trials:

@@ -10,36 +10,64 @@ from torch import Tensor
 from calibrate.unit_statistics import unit_sums
 from compress.fitting.costs import Table, table
 from compress.fitting.divergence import Reference
-from compress.fitting.rounding_costs import rounding_costs
+from compress.fitting.rounding_costs import rounding_costs, trial_bytes
 from compress.fitting.sizes import Sizes, other_matrices
 from compress.fitting.substitution import rounded_layers
+from compress.methods.criterion import criterion_of
 from compress.methods.inputs import MethodRun, Prunable
 from compress.methods.unit_criterion import unit_directory
 from compress.methods.unit_fisher import gradients_of
 from compress.methods.unit_obs import GRADIENT_SEQUENCES, obs_scores
 from compress.options.fit import FitOptions
 from compress.options.prune import PruneOptions
+from compress.options.quantize import GPTQ, QuantiserOptions
+from compress.refit.correction import held_bytes as correction_bytes
+from compress.rounding.feedback_pass import MOMENT_BYTES_WITHIN_LIMIT
+from compress.rounding.memory import rounding_bytes
 from compress.run.job import Run
 from compress.run.work_directory import WorkDirectory
 from engine.kernels.scheme import PLAIN_BITS, Scheme
+from engine.passes.memory_need import MemoryDemand
 
 FitRun = Run[FitOptions, Prunable]
 
 
 def pruning_run(run: FitRun, work: WorkDirectory) -> MethodRun:
     """Return the run of `compress prune` whose statistics and refit are used, with this work directory."""
-    options = run.options
-    pruning = PruneOptions(
+    pruning = pruning_options(run.options, run.prepared)
+    return Run(pruning, run.prepared, work, run.progress, run.started, run.memory_budget)
+
+
+def pruning_options(options: FitOptions, prepared: Prunable) -> PruneOptions:
+    """Return the options of that run."""
+    return PruneOptions(
         model=options.model,
         output=options.output,
         method="unit-obs",
-        budget=run.prepared.budget,
+        budget=prepared.budget,
         refit=options.refit,
         calibration=options.calibration,
         dtype=options.dtype,
         device=options.device,
     )
-    return Run(pruning, run.prepared, work, run.progress, run.started, run.memory_budget)
+
+
+def memory_demand(options: FitOptions, prepared: Prunable) -> MemoryDemand:
+    """Return the memory that a run needs, by purpose. The passes for costs and divergences are computed in float32."""
+    config, shapes = prepared.checkpoint.config, prepared.checkpoint.shapes
+    texts = [prepared.tokens_SL, prepared.validation_VL]
+    texts += [] if prepared.held_out is None else [prepared.held_out.tokens_SL]
+    pruning = pruning_options(options, prepared)
+    demand = MemoryDemand(torch.float32, prepared.tokens_SL.shape[1], tokens=max(text.numel() for text in texts))
+    demand = criterion_of(pruning.method).memory(demand, pruning, config)
+    if options.refit.corrects(options.remove_units):
+        demand = demand.with_other(correction_bytes(config, (), torch.float32.itemsize))
+    if not options.low_bits:
+        return demand
+    quantiser = QuantiserOptions(max(options.low_bits), options.group_size)
+    rounding = rounding_bytes({name: shapes[name] for name in quantiser.names(config)}, quantiser, GPTQ)
+    trials = trial_bytes(config.hidden_size, config.widest_ffn(), len(options.low_bits))
+    return demand.with_other(max(rounding, trials + MOMENT_BYTES_WITHIN_LIMIT))
 
 
 def unit_costs(run: FitRun) -> dict[int, list[Tensor]]:

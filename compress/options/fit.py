@@ -68,7 +68,6 @@ class FitOptions(JobOptions):
     refit: RefitOptions = part(RefitOptions)
     calibration: CalibrationOptions = part(CalibrationOptions, windows=left_out(), samples=changed(128))
     statistics: Path | None = unlisted(JobOptions, "statistics")
-    memory_limit: int | None = unlisted(JobOptions, "memory_limit")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -150,8 +150,8 @@ class FrontierPoint(TypedDict):
     """The part of removing hidden units, without rounding."""
     measured_kl_of_parts: NotRequired[dict[str, list[float]]]
     """Those of removing units and of rounding in the routed experts of a few layers alone, by the first of them."""
-    tokens_per_second: NotRequired[float]
-    """Speed of decoding one sequence."""
+    tokens_per_second: NotRequired[float | None]
+    """Speed of decoding one sequence; None under a memory limit."""
 
 
 class FitFigures(ModelFigures):
