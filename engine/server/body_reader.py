@@ -132,7 +132,7 @@ class BodyReader:
         top = (body.top_logprobs or 0) if body.logprobs else None
         prompt, images = self._conversation(body.messages)
         room = self._room(prompt, limit, self._settings.max_model_length, "messages")
-        return self._read(body, [prompt], [room], top, images=images)
+        return self._read(body, [prompt], [room], top, grammar=grammar_of(body), images=images)
 
     def completion(self, data: bytes) -> Read:
         """POST /v1/completions"""
@@ -149,7 +149,8 @@ class BodyReader:
             if body.echo:
                 texts.append(each if isinstance(each, str) else self._texts.text(ids))
         scored = bool(body.echo) and body.logprobs is not None
-        return self._read(body, prompts, room, body.logprobs, echoes=texts, prompt_logprobs=scored)
+        grammar = grammar_of(body)
+        return self._read(body, prompts, room, body.logprobs, echoes=texts, prompt_logprobs=scored, grammar=grammar)
 
     def tokenize(self, data: bytes) -> dict[str, Any]:
         """POST /tokenize"""
@@ -266,6 +267,7 @@ class BodyReader:
         *,
         echoes: Sequence[str] = (),
         prompt_logprobs: bool = False,
+        grammar: str = "",
         images: Mapping[str, Any] | None = None,
     ) -> Read:
         return Read(
@@ -282,7 +284,7 @@ class BodyReader:
                 "prompt_logprobs": prompt_logprobs,
                 "skip_threshold": self._threshold(body.skip_threshold),
                 "ignore_end_tokens": bool(body.ignore_eos),
-                "grammar": grammar_of(body),
+                "grammar": grammar,
             },
             echoes=echoes,
             stream=bool(body.stream),

@@ -32,7 +32,9 @@ def asked(header: dict[str, Any], data: Data) -> Asked:
     """Return the requests of a body, from the reply of the process that read it. Raises OptionError for invalid options."""
     read = header["read"]
     seed = secrets.randbits(62) if read["seed"] is None else read["seed"]
-    fields = read["request"] | {name: tuple(read["request"][name]) for name in ("stop", "stop_tokens")}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in read["request"].items()
+    }
     options = read["sampling"] | {"logit_bias": tuple(map(tuple, read["sampling"]["logit_bias"]))}
     requests: list[Request] = []
     prompts = unpack_tokens(data, header["counts"])
