@@ -27,7 +27,10 @@ class MasksAhead:
         try:
             yield
         finally:
-            future.result()
+            if future.cancel():  # the processor had no time for the thread
+                _prepare(matchers)
+            else:
+                future.result()
 
 
 def _prepare(matchers: list[Matcher]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.errors import OptionError
 from engine.generation.guidance import first_line, guidance, parser_limits
-from engine.server.errors import ApiError
+from engine.server.errors import SHOWN_CHARACTERS, ApiError
 from engine.server.limited import OverLimitError, limited
 from engine.server.nesting import depth_of
 
@@ -51,9 +51,14 @@ def json_schema_grammar(schema: Any, param: str = "json_schema") -> str:
         raise ApiError(400, f"{param}: the keyword x-guidance is not taken; leave it out", param=param)
     if schema is False:
         raise ApiError(400, f"{param}: no JSON follows the schema false", param=param)
-    _check_size(json.dumps(schema), param)
     given = {} if schema is True else schema
-    return _checked(_library().LLMatcher.grammar_from_json_schema(given, overrides=JSON_OPTIONS), param)
+    try:
+        _check_size(json.dumps(given, allow_nan=False, ensure_ascii=False), param)
+        grammar = _library().LLMatcher.grammar_from_json_schema(given, overrides=JSON_OPTIONS)
+    except ValueError as error:
+        message = f"{param}: the schema has a number beyond 64 bits, or half of a surrogate pair; leave it out"
+        raise ApiError(400, message, param=param) from error
+    return checked(grammar, param)
 
 
 def json_object_grammar() -> str:
@@ -69,7 +74,7 @@ def choice_grammar(choices: Sequence[str], param: str = "choice") -> str:
         raise ApiError(400, f"{param} has {len(choices)} texts, and at most {MOST_CHOICES} are taken", param=param)
     words = " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices))
     _check_size(words, param)
-    return _checked(_library().LLMatcher.grammar_from_lark(f"start: {words}"), param)
+    return checked(_library().LLMatcher.grammar_from_lark(f"start: {words}"), param)
 
 
 def regex_grammar(pattern: str, param: str = "regex") -> str:
@@ -79,7 +84,7 @@ def regex_grammar(pattern: str, param: str = "regex") -> str:
     if len(pattern) > MOST_PATTERN_CHARACTERS:
         message = f"{param} has {len(pattern)} characters, and at most {MOST_PATTERN_CHARACTERS} are read"
         raise ApiError(400, message, param=param)
-    return _checked(_library().LLMatcher.grammar_from_regex(pattern), param)
+    return checked(_library().LLMatcher.grammar_from_regex(pattern), param)
 
 
 def lark_grammar(text: str, param: str = "grammar") -> str:
@@ -88,7 +93,7 @@ def lark_grammar(text: str, param: str = "grammar") -> str:
         message = f"{param}: GBNF and EBNF are not read; write the grammar in Lark (start: ...), or give a schema or a regex"
         raise ApiError(400, message, param=param, code="unsupported_parameter")
     _check_size(text, param)
-    return _checked(_library().LLMatcher.grammar_from_lark(text), param)
+    return checked(_library().LLMatcher.grammar_from_lark(text), param)
 
 
 def _library() -> Any:
@@ -115,12 +120,12 @@ def _check_size(text: str, param: str) -> None:
         raise ApiError(400, f"{param} has {size} bytes, and at most {MOST_BYTES} are read; send a smaller one", param=param)
 
 
-def _checked(grammar: str, param: str) -> str:
+def checked(grammar: str, param: str) -> str:
     """Return the grammar if it compiles and can be followed for some bytes. Raises ApiError otherwise."""
     _byte_tokens()  # before the process is copied
     fault = _fault(grammar)
     if fault:
-        raise ApiError(400, f"{param}: {fault}", param=param)
+        raise ApiError(400, f"{param}: {fault[:SHOWN_CHARACTERS]}", param=param)
     return grammar
 
 
@@ -130,7 +135,7 @@ def _fault(grammar: str) -> str:
     try:
         return limited(partial(_followed, grammar), SECONDS)
     except OverLimitError:
-        return f"it takes more than {SECONDS} s of processor time, or too much memory, to compile; simplify it"
+        return f"compiling it fails, or takes more than {SECONDS} s of processor time, or too much memory; simplify it"
 
 
 def _followed(grammar: str) -> str:

@@ -15,7 +15,7 @@ from engine.replies.grammar import Before, Writing, answer_grammar, calls_gramma
 from engine.replies.reply import ReplyForm
 from engine.replies.table import AUTO, NONE, REASONING_FORMS, TOOL_FORMS, reasoning_form_of, tool_form_of
 from engine.server.errors import ApiError
-from engine.server.grammars import lark_grammar
+from engine.server.grammars import checked, lark_grammar
 from engine.server.schema import ChatCompletionRequest, ConversationBody, Message, NamedTool, Tool
 from engine.server.text_reader import TextReader
 
@@ -132,12 +132,13 @@ class ToolReader:
             writing = self._writing(form.tools)
             lark_grammar(calls_grammar(writing, asking.schemas, {}, several=False, before=lambda rules: []), "tools")
             calls = writing, asking.schemas, asking.several
-        return answer_grammar(
-            *(answer, self._texts.special_ids(form.marks)),
-            before=self._before(form),
-            opening="" if reasoning is None else reasoning.answer,
-            calls=calls,
-        )
+
+        def made(special: Mapping[str, int]) -> str:
+            opening = "" if reasoning is None else reasoning.answer
+            return answer_grammar(answer, special, before=self._before(form), opening=opening, calls=calls)
+
+        checked(made({}), "response_format")
+        return made(self._texts.special_ids(form.marks))
 
     def _writing(self, name: str) -> Writing:
         """Return how calls in a form are written."""

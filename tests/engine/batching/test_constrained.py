@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -13,6 +14,7 @@ import torch
 from random_schemas import random_schema
 from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for, serve
 
+from engine.batching.masks_ahead import MasksAhead
 from engine.batching.request import Request
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars, Matcher
@@ -222,19 +224,51 @@ def test_choices_of_one_prompt_read_it_once(engine: Engine) -> None:
     assert [each.tokens for each in served] == alone
 
 
-def test_masks_are_computed_beside_the_model(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token's mask is computed once, in the thread that runs beside the model's."""
+class Noted:
+    """A request with a matcher that says which thread computed its mask."""
+
+    def __init__(self) -> None:
+        self.matcher = self
+        self.computed = threading.Event()
+        self.thread = ""
+
+    def prepare(self) -> None:
+        self.thread = threading.current_thread().name
+        self.computed.set()
+
+
+def test_masks_are_computed_beside_the_model() -> None:
+    """While the body waits for the masks, only another thread can compute them."""
+    states: list[Any] = [Noted(), Noted()]
+    free: Any = SimpleNamespace(matcher=None)
+    with MasksAhead().computed([states[0], free, states[1]]):
+        assert all(each.computed.wait(60) for each in states)
+    assert {each.thread for each in states} == {"masks_0"}
+
+
+def test_masks_do_not_wait_for_a_busy_thread() -> None:
+    ahead, state, go = MasksAhead(), Noted(), threading.Event()
+    busy = ahead._thread.submit(go.wait, 60)
+    states: list[Any] = [state]
+    with ahead.computed(states):
+        assert not state.thread
+    assert state.thread == threading.current_thread().name
+    go.set()
+    assert busy.result()
+
+
+def test_each_mask_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare: Callable[[Matcher], None] = Matcher.prepare
-    computed_by: list[str] = []
+    computed: list[Matcher] = []
 
     def noted(self: Matcher) -> None:
         if self._allowed_V is None:
-            computed_by.append(threading.current_thread().name)
+            computed.append(self)
         prepare(self)
 
     monkeypatch.setattr(Matcher, "prepare", noted)
     (served,) = answers(engine, [request_for(engine, json_schema_grammar(PAIR), 12)])
-    assert computed_by == ["masks_0"] * len(served.tokens)
+    assert len(computed) == len(served.tokens)
 
 
 def test_padding_of_the_vocabulary_is_never_chosen(engine: Engine) -> None:

@@ -86,6 +86,22 @@ def test_special_tokens_are_no_text(letters: Any) -> None:
     assert SPECIAL == ("<pad>", "<s>", "</s>")
 
 
+def test_a_grammar_may_name_special_tokens(tmp_path: Path) -> None:
+    """By id or by name, as the marks of calls are written; text around them has the tokenizer's tokens."""
+    add_tokenizer(tmp_path, call="<call>", close="</call>")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    call, close = (tokenizer.convert_tokens_to_ids(name) for name in ("<call>", "</call>"))
+    grammars = Grammars(lambda: tokenizer, 268, (2,))
+    expected = [*tokenizer("ab")["input_ids"], call, *tokenizer("{")["input_ids"], close]
+    for grammar in (f'start: "ab" <[{call}]> "{{" <[{close}]>', 'start: "ab" <call> "{" </call>'):
+        matcher, found = grammars.matcher(grammar), list[int]()
+        while (token := matcher.only()) is not None:
+            found.append(token)
+            if matcher.take(token):
+                break
+        assert found == expected
+
+
 def test_ends_of_models_with_several_and_with_none(letters: Any) -> None:
     (x,) = letters("x")["input_ids"]
     assert allowed(letters, "x|xx", x, size=264, ends=(1, 2)) == {1, 2, x}

@@ -18,6 +18,7 @@ def endless() -> str:
 
 
 def fails() -> str:
+    os.write(2, b"a message of a library")
     raise ValueError("a bug")
 
 
