@@ -158,12 +158,15 @@ class _Trials:
         inputs_DD, units_FF = moments.moments(mean_DD)
         of_inputs, of_units = Feedback(inputs_DD), Feedback(units_FF)
 
-        def rounded(feedback: Feedback, weight: Tensor, scheme: Scheme) -> Tensor:
-            found = feedback.round(weight.detach().float().cpu(), scheme, scale_dtype)
-            return found.dequantised(torch.float32).to(weight)
+        def rounded(feedback: Feedback, weights: Sequence[Tensor]) -> list[list[Tensor]]:
+            """Return the weights at each width."""
+            plain = [weight.detach().float().cpu() for weight in weights]
+            matrices = [(own, scheme) for scheme in schemes for own in plain]
+            found = [each.dequantised(torch.float32).to(down) for each in feedback.round_all(matrices, scale_dtype)]
+            return [found[start : start + len(plain)] for start in range(0, len(found), len(plain))]
 
-        self._rounded = [[rounded(of_inputs, own, scheme) for own in self._readers] for scheme in schemes]
-        self._downs = [rounded(of_units, down, scheme) for scheme in schemes]
+        self._rounded = rounded(of_inputs, self._readers)
+        self._downs = [own for (own,) in rounded(of_units, [down])]
         self.sums = {part: torch.zeros(len(schemes), dtype=torch.float64) for part in PARTS}
         """Σ_t Σ_d G_d·w_t²·Δy_td² of each part at each width, [B]."""
 

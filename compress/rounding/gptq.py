@@ -18,6 +18,8 @@ Shape suffixes: O outputs, I inputs of a matrix, C groups of a row, B columns of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -49,16 +51,42 @@ class Feedback:
 
     def round(self, weight_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32) -> QuantizedWeight:
         """Return a matrix rounded so that the error of its products with the input is small. Computed in float64."""
+        return self.round_all([(weight_OI, scheme)], scale_dtype)[0]
+
+    def round_all(
+        self, matrices: Sequence[tuple[Tensor, Scheme]], scale_dtype: torch.dtype = torch.float32
+    ) -> list[QuantizedWeight]:
+        """Return several matrices, each rounded as `round` does.
+
+        Rows do not depend on each other, so those of all matrices with one group size go through the columns together.
+        """
+        scales = [
+            quantise(weight_OI, *scheme, scale_dtype, importance_D=self.importance_I).scales_OC
+            for weight_OI, scheme in matrices
+        ]
+        values: dict[int, Tensor] = {}
+        for groups in {own.shape[1] for own in scales}:
+            places = [place for place, own in enumerate(scales) if own.shape[1] == groups]
+            weight_OI = torch.cat([matrices[place][0] for place in places])
+            middle_O = torch.cat([torch.full((len(scales[each]),), 2.0 ** (matrices[each][1].bits - 1)) for each in places])
+            stored_OI = self._integers_in_parts(weight_OI, torch.cat([scales[place] for place in places]), middle_O.double())
+            values |= zip(places, stored_OI.split([len(scales[place]) for place in places]), strict=True)
+        return [
+            QuantizedWeight(packed(values[place], scheme.bits), scales[place], scheme.bits, weight_OI.shape[1])
+            for place, (weight_OI, scheme) in enumerate(matrices)
+        ]
+
+    def _integers_in_parts(self, weight_OI: Tensor, scales_OC: Tensor, middle_O: Tensor) -> Tensor:
+        """Return the stored integers [O, I], uint8, of MOST_WEIGHTS weights at a time."""
         outputs, inputs = weight_OI.shape
-        scales_OC = quantise(weight_OI, *scheme, scale_dtype, importance_D=self.importance_I).scales_OC
         values_OI = torch.empty(outputs, inputs, dtype=torch.uint8)
         for rows in torch.arange(outputs).split(max(1, MOST_WEIGHTS // inputs)):
-            values_OI[rows] = self._integers(weight_OI[rows], scales_OC[rows], scheme.bits)
-        return QuantizedWeight(packed(values_OI, scheme.bits), scales_OC, scheme.bits, inputs)
+            values_OI[rows] = self._integers(weight_OI[rows], scales_OC[rows], middle_O[rows])
+        return values_OI
 
-    def _integers(self, weight_OI: Tensor, scales_OC: Tensor, bits: int) -> Tensor:
-        """Return the stored integers [O, I], uint8."""
-        middle, inputs = 2 ** (bits - 1), weight_OI.shape[1]
+    def _integers(self, weight_OI: Tensor, scales_OC: Tensor, middle_O: Tensor) -> Tensor:
+        """Return the stored integers [O, I], uint8. middle_O: 2^(bits−1) of each row."""
+        inputs = weight_OI.shape[1]
         scales_CO = scales_OC.double().T.contiguous()
         divisors_CO = torch.where(scales_CO == 0, 1.0, scales_CO)
         groups = (self.order_I // (inputs // len(scales_CO))).tolist()
@@ -69,11 +97,11 @@ class Feedback:
             errors_BO = torch.empty(end - start, left_IO.shape[1], dtype=left_IO.dtype)
             for place in range(start, end):
                 scale_O, divisor_O = scales_CO[groups[place]], divisors_CO[groups[place]]
-                rounded_O = (left_IO[place] / divisor_O).round_().clamp_(-middle, middle - 1)
+                rounded_O = (left_IO[place] / divisor_O).round_().clamp_(-middle_O, middle_O - 1)
                 error_O = (left_IO[place] - rounded_O * scale_O) / self.factor_II[place, place]
                 left_IO[place:end].addr_(self.factor_II[place, place:end], error_O, alpha=-1.0)
                 errors_BO[place - start] = error_O
-                values_IO[place] = (rounded_O + middle).to(torch.uint8)
+                values_IO[place] = (rounded_O + middle_O).to(torch.uint8)
             left_IO[end:] -= self.factor_II[start:end, end:].T @ errors_BO
         return torch.empty_like(values_IO).index_copy_(0, self.order_I, values_IO).T.contiguous()
 

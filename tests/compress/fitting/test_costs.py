@@ -52,8 +52,8 @@ def test_the_cost_of_rounding_equals_a_naive_implementation(
         def __init__(self, moment_II: torch.Tensor) -> None:
             pass
 
-        def round(self, weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> object:
-            return quantise(weight, *scheme, dtype)
+        def round_all(self, matrices: list[tuple[torch.Tensor, Scheme]], dtype: torch.dtype) -> list[object]:
+            return [quantise(weight, *scheme, dtype) for weight, scheme in matrices]
 
     monkeypatch.setattr("compress.fitting.rounding_costs.Feedback", Nearest)
     schemes, hidden = [Scheme(8, 16), Scheme(4, 16)], checkpoint.config.hidden_size

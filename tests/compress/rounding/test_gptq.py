@@ -63,6 +63,18 @@ def test_parts_of_a_matrix_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPa
     assert torch.equal(whole.packed_OB, parts.packed_OB) and torch.equal(whole.scales_OC, parts.scales_OC)
 
 
+def test_several_matrices_are_rounded_as_each_alone() -> None:
+    """They have different widths and two group sizes."""
+    generator, x = torch.Generator().manual_seed(1), inputs_of(80, 64).double()
+    feedback = Feedback(x.T @ x)
+    schemes = [Scheme(2, 32), Scheme(8, 32), Scheme(4, WHOLE_ROW), Scheme(3, 32)]
+    matrices = [(torch.randn(5 + place, 64, generator=generator), scheme) for place, scheme in enumerate(schemes)]
+    for (weight, scheme), found in zip(matrices, feedback.round_all(matrices), strict=True):
+        alone = feedback.round(weight, scheme)
+        assert torch.equal(found.packed_OB, alone.packed_OB) and torch.equal(found.scales_OC, alone.scales_OC)
+        assert (found.bits, found.shape) == (scheme.bits, weight.shape)
+
+
 def test_the_factor_by_hand() -> None:
     """H = diag(1, 4) with damping 0.025: columns change places, and U has the roots of the entries of H⁻¹."""
     feedback = Feedback(torch.diag(torch.tensor([1.0, 4.0])))
