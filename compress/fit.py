@@ -30,6 +30,7 @@ from compress.options.fit import FitOptions
 from compress.options.quantize import QuantiserOptions
 from compress.plans.selection import Budget
 from compress.plans.unit_selection import default_multiple
+from compress.report.columns import size as in_bytes
 from compress.report.figures import FitFigures, FrontierPoint
 from compress.report.pictures import Picture, draw_frontier
 from compress.run.claims import claims_output
@@ -191,7 +192,7 @@ def _by_bits(choice: Choice, checkpoint: Checkpoint) -> dict[str, int]:
 
 def _in_words(size: int | None, read: int | None) -> str:
     """Return the targets for a title."""
-    words = [] if size is None else [f"{size / 1e9:.3g} GB"]
+    words = [] if size is None else [in_bytes(size)]
     if read is not None:
-        words.append(f"{read / 1e9:.3g} GB read for a token")
+        words.append(f"{in_bytes(read)} read for a token")
     return " and ".join(words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from compress.commands.command import Figures, Given
 from compress.commands.output import table
 from compress.report.columns import number, size, with_error, with_interval
+from engine.kernels.scheme import PLAIN_BITS
 
 REFIT_LINES = (
     ("output error of each layer, before and after the refit", "error_without_per_layer", "error_per_layer", 1),
@@ -25,7 +26,9 @@ def show_figures(given: Given, figures: Figures) -> Figures:
         given.say(f"{title}: {', '.join(layers) or 'not measured'}")
     if bits := figures.get("weight_bits"):
         share, off = figures["bytes_not_quantized_share"], figures["relative_weight_error"]
-        given.say(f"weights of {bits} bits are off by {off or 0:.2%}; {share:.0%} of the bytes keep their dtype")
+        several = [each for each in figures.get("matrices_by_bits", ()) if each != str(PLAIN_BITS)]
+        widths = ", ".join(several) or bits
+        given.say(f"weights of {widths} bits are off by {off or 0:.2%}; {share:.0%} of the bytes keep their dtype")
     if "naee" in figures:
         given.say(f"naee: {figures['naee']['search']} search; a layer has up to {figures['naee']['subsets']} subsets")
     given.say(
