@@ -70,6 +70,7 @@ def fit(options: FitOptions, progress: Progress = no_progress) -> FitFigures:
 
 def prepare_fitting(options: FitOptions) -> Prunable:
     """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
+    options.check()
     options.refit.check()
     checkpoint = open_mixture(options.model, open_mixture_checkpoint)
     if isinstance(checkpoint, AdaptedCheckpoint):

@@ -69,8 +69,8 @@ class FitOptions(JobOptions):
     calibration: CalibrationOptions = part(CalibrationOptions, windows=left_out(), samples=changed(128))
     statistics: Path | None = unlisted(JobOptions, "statistics")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """Raise OptionError without a target, for two sizes, and for widths that do not exist."""
         if self.fit_to is not None and self.target_size is not None:
             raise OptionError("--fit-to auto sets the size, and --target-size sets it too; give one of them")
         if (self.target_size, self.target_active, self.fit_to) == (None, None, None):

@@ -132,9 +132,11 @@ def kernel_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int | str, int
 
 
 def expert_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int | str, int] | None:
-    """Return the form in which the kernels multiply these matrices of experts in one call; None if they cannot."""
+    """Return the form in which the kernels multiply these matrices of experts in one call; None if they cannot, or if there
+    are none.
+    """
     forms = {_own_form(kernels, each) for each in weights}
-    if None in forms:
+    if not forms or None in forms:
         return None
     form: tuple[int | str, int] = forms.pop() if len(forms) == 1 else kernels.MIXED
     return form

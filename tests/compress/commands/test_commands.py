@@ -27,6 +27,7 @@ from compress.options.distill import DistillOptions
 from compress.options.distill_classifier import ClassifierOptions
 from compress.options.evaluate import EvaluateOptions
 from compress.options.export import ClassifierExportOptions, ExportOptions, GgufExportOptions
+from compress.options.fit import FitOptions
 from compress.options.plan_run import RunOptions
 from compress.options.presets import PresetOptions
 from compress.options.prune import MergeOptions, PruneOptions
@@ -44,6 +45,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "distill": (DistillOptions, ClassifierOptions, PresetOptions, Push),
     "evaluate": (EvaluateOptions, Revision),
     "export": (ExportOptions, GgufExportOptions, ClassifierExportOptions, *HUB),
+    "fit": (FitOptions, *HUB),
     "generate": (GenerateOptions, Revision),
     "inspect": (InspectOptions, Revision),
     "merge": (MergeOptions, Afterwards, *HUB),
