@@ -391,8 +391,21 @@ def test_a_constrained_answer_beside_tools(tokenizer: Any) -> None:
 def test_a_forced_call_beside_a_constrained_answer_is_refused(tokenizer: Any) -> None:
     template = "{{ tools }}<tool_call>{{ messages[0].content }}"
     with pytest.raises(ApiError, match="leave one of them out") as caught:
-        read(tokenizer, template, "auto", response_format=FORMAT, tools=TOOLS, tool_choice="required")
+        read(tokenizer, template, "auto", structured_outputs={"regex": "a+"}, tools=TOOLS, tool_choice="required")
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_forced_call_leaves_the_format_of_answers_to_later_ones(tokenizer: Any, choice: Any) -> None:
+    """Agents send the format of their last answer with every request, those that force a call included."""
+    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
+    forced = read(tokenizer, template, "auto", tools=TOOLS, tool_choice=choice)
+    beside = read(tokenizer, template, "auto", response_format=FORMAT, tools=TOOLS, tool_choice=choice)
+    assert beside.request["grammar"] == forced.request["grammar"] and beside.form == forced.form
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+    with pytest.raises(ApiError) as caught:
+        read(tokenizer, template, "auto", response_format=wrong, tools=TOOLS, tool_choice=choice)
+    assert caught.value.param == "response_format"
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
