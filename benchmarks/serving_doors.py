@@ -1,7 +1,8 @@
 """The part of benchmarks/serving_soak.py that sends all kinds of requests through all doors while the engine's thread fails.
 
-The server runs the demo model with a chat template that takes tools, by benchmarks/faulty_server.py. No request may be lost:
-each is answered, refused with 400 where that is due, left by its client, or ended by an injected fault.
+The server runs the demo model with a chat template that takes tools and with a small cache, by benchmarks/faulty_server.py.
+No request may be lost: each is answered, refused with 400 where that is due, left by its client, or ended by an injected
+fault.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from engine.checkpoint.model_directory import DEMO_DIRECTORY
 
 FAULT_EVERY = 400
 """Calls of the model for decoding from one fault to the next."""
+SMALL_CACHE = ("--max-model-len", "512", "--kv-cache-memory", "1.2MB")
+"""Options of a cache for fewer requests than there are, so that some are preempted."""
 MOST_GROWTH = 0.03
 """Maximum growth of resident memory from the first quarter to the end."""
+WARM = 500
+"""Requests after which memory must no longer grow. Fewer do not use every grammar and every length of a batch."""
 
 
 @contextmanager
@@ -44,7 +49,7 @@ def doors(requests: int, concurrency: int, rounds: int, *options: str) -> dict[s
     found: dict[str, Any] = {"doors": {}, "checked": {}, "losses": [], "rounds": []}
     totals = dict.fromkeys(OUTCOMES, 0)
     program = (str(ROOT / "benchmarks" / "faulty_server.py"), str(FAULT_EVERY))
-    with model() as directory, server(*options, model=directory, program=program) as (url, process):
+    with model() as directory, server(*SMALL_CACHE, *options, model=directory, program=program) as (url, process):
         for number in range(rounds):
             count = requests * (number + 1) // rounds - requests * number // rounds
             tally = asyncio.run(send_mix(url, count, concurrency, number))
@@ -54,7 +59,8 @@ def doors(requests: int, concurrency: int, rounds: int, *options: str) -> dict[s
             found["losses"] += tally.losses[: max(0, 20 - len(found["losses"]))]
             found["rounds"].append({**tally.outcomes, **_held_at_rest(url, process)})
             print(json.dumps(found["rounds"][-1]), flush=True)
-        found["server"] = {name: value for name, value in counted(url).items() if name.startswith("request_success")}
+        figures = counted(url)
+        found["server"] = {name: figures[name] for name in ("request_success_total", "preemptions_total")}
     return found | {"sent": sum(totals.values()), "outcomes": totals}
 
 
@@ -84,6 +90,10 @@ def broken_doors(found: dict[str, Any]) -> list[str]:
         problems.append(
             f"doors: memory grew from {quarter['resident_bytes'] / 1e6:.0f} to {end['resident_bytes'] / 1e6:.0f} MB"
         )
+    counts, ended = found["outcomes"], found["server"]["request_success_total"]
+    begun = counts["answered"] + counts["faulted"]
+    if not begun <= ended + counts["lost"] or not ended <= begun + counts["left"] + counts["lost"]:
+        problems.append(f"doors: {ended:.0f} requests ended, and the clients count {counts}")
     if len(found["rounds"]) > 4 and not found["outcomes"]["faulted"]:
         problems.append("doors: no request met a fault")
     return problems
@@ -101,6 +111,7 @@ def door_rows(found: dict[str, Any]) -> list[list[str]]:
         ["… left by their clients", f"{counts['left']:,}"],
         ["… ended by an injected fault", f"{counts['faulted']:,}"],
         ["… lost", str(counts["lost"])],
+        ["… preempted, because the cache is small", f"{found['server']['preemptions_total']:,.0f}"],
         *([f"… resident memory {when}, MB", f"{own['resident_bytes'] / 1e6:.0f}"] for when, own in held.items()),
         *([f"… free share of the cache {when}", f"{own['cache_free_share']:.0%}"] for when, own in held.items()),
     ]

@@ -31,7 +31,7 @@ from typing import Any
 
 import httpx2
 import psutil
-from results import ROOT, markdown, save
+from results import ROOT, markdown, require, save
 from serving_doors import broken_doors, door_rows, doors
 from serving_process import at_rest, counted, server
 
@@ -305,6 +305,7 @@ def main() -> None:
     parser.add_argument("--bodies", type=float, default=2.0, help="Of attackers, a second; 0 for none.")
     parser.add_argument("--only-doors", action="store_true", help="Send requests of all kinds through all doors, no more.")
     arguments = parser.parse_args()
+    require("llguidance")
     threads = ("--threads", str(arguments.threads))
     found: dict[str, Any] = {}
     if not arguments.only_doors:
