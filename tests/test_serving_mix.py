@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from serving_doors import broken_doors
 from serving_mix import DOORS, KINDS, Asking, Tally, asking, outcome
 
 GOOD = '{"city_1": "Rome", "days": 3}'
@@ -90,3 +91,26 @@ def test_every_kind_is_asked() -> None:
     asked = [asking("m", rng) for _ in range(2000)]
     assert {(each.door, each.kind) for each in asked} == {(door, kind) for door, kinds in KINDS.items() for kind in kinds}
     assert any(each.leave_after for each in asked) and any(each.patience for each in asked)
+
+
+def sent(ended: float = 90.0, lost: int = 0, last: dict[str, float] | None = None) -> dict[str, Any]:
+    """Return figures of 2,000 requests in eight rounds, of which the last one ended with other values than the rest."""
+    held = {"resident_bytes": 100.0, "descriptors": 9, "left_running": 0, "cache_free_share": 1.0}
+    counts = {"answered": 80, "faulted": 5, "refused": 1905, "left": 10 - lost, "lost": lost}
+    figures = {"request_success_total": ended, "preemptions_total": 0.0}
+    rounds = [held] * 7 + [held | (last or {})]
+    return {"rounds": rounds, "outcomes": counts, "sent": 2000, "server": figures, "losses": ["one"] * lost}
+
+
+def test_broken_promises_of_the_doors_are_found() -> None:
+    assert broken_doors(sent()) == [] == broken_doors(sent(last={"resident_bytes": 102.0}))
+    for figures, said in (
+        (sent(lost=1), "one"),
+        (sent(ended=84.0), "84 requests ended"),
+        (sent(ended=96.0), "96 requests ended"),
+        (sent(last={"resident_bytes": 104.0}), "memory grew"),
+        (sent(last={"cache_free_share": 0.99}), "blocks of the cache"),
+        (sent(last={"left_running": 1}), "still running"),
+    ):
+        (problem,) = broken_doors(figures)
+        assert said in problem
