@@ -6,14 +6,10 @@ import asyncio
 import json
 import random
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from serving_doors import broken_doors
 from serving_mix import DOORS, KINDS, Asking, Tally, asking, outcome
 
