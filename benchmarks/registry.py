@@ -96,6 +96,7 @@ BENCHMARKS = (
     Benchmark(
         *("serving_soak", ("serving_soak",), SERVER),
         trial=("--requests", "80", "--rounds", "4", "--no-attackers"),
+        needs="pip install llguidance",
     ),
     Benchmark(
         *("structured_output", ("structured_output",), SERVER),

@@ -1,14 +1,17 @@
 """Checks a server under load: many kinds of requests at once, then steady load for a long time.
 
     python benchmarks/serving_soak.py [--requests 20000] [--concurrency 8] [--threads 1] [--bodies 2] [--no-attackers]
+    python benchmarks/serving_soak.py --only-doors [--requests 20000] [--concurrency 8] [--threads 1]
 
 First 200 requests are sent at once: streams and whole answers, clients that disconnect, prompts that are too long, and
 invalid bodies. Every valid request must get the text that it gets alone. This is repeated with a short queue, where some
 requests are told to come back later. Then follows steady load in rounds. After each round, the script checks resident memory
 and descriptors, failures, and the server's counts against the client's. In every other round benchmarks/serving_attacks.py
 attacks the server from a process of its own: no request may be lost, nobody may get a 5xx but 503, and the time per token of
-the steady load may be at most twice that without attacks. The server may open few files, so that connections compete. The
-script writes results/serving_soak.json, and exits with 1 if a check fails.
+the steady load may be at most twice that without attacks. The server may open few files, so that connections compete. Last,
+as many requests of all kinds go through all doors (serving_doors.py) to a server whose engine's thread fails now and then.
+The script writes results/serving_soak.json, and exits with 1 if a check fails. With --only-doors the last part runs alone,
+and nothing is written.
 """
 
 from __future__ import annotations
@@ -17,19 +20,20 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import httpx2
 import psutil
-from results import ROOT, markdown, save
+from results import ROOT, markdown, require, save
+from serving_doors import broken_doors, door_rows, doors
+from serving_process import at_rest, counted, server
 
 from engine.bench.load_test import load_test
 from engine.bench.options import LoadOptions
@@ -51,25 +55,6 @@ MOST_GROWTH = 0.02
 MOST_SLOWER = 2.0
 """Maximum ratio of the time per token, 99th percentile, with attackers to that without."""
 MOST_MORE_DESCRIPTORS = 8
-SETTLING_SECONDS = 30
-OPEN_FILES = 512
-"""The server's limit, which the attackers would exceed."""
-
-
-@contextmanager
-def server(*options: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Yield the URL of `compress serve demo` in a process of its own. It must exit cleanly when it is stopped."""
-    command = [sys.executable, "-m", "cli", "serve", "demo", "--port", "0", "--json", *options]
-    command = ["sh", "-c", f'ulimit -n {OPEN_FILES}; exec "$@"', "sh", *command]
-    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert started.stdout is not None
-    try:
-        yield json.loads(started.stdout.readline())["url"], psutil.Process(started.pid)
-        started.terminate()
-        code = started.wait(60)
-        assert code == 0, f"the server ended with {code}"
-    finally:
-        started.kill()
 
 
 async def ask(client: httpx2.AsyncClient, kind: str, prompt: str, leave_after: int) -> tuple[int, str | None]:
@@ -125,16 +110,6 @@ async def mixed(url: str, count: int) -> dict[str, Any]:
     }
 
 
-def counted(url: str) -> dict[str, float]:
-    """Return the server's own counts."""
-    text = httpx2.get(f"{url}/metrics", trust_env=False).text
-    found = re.findall(r"^compress_(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", text, flags=re.M)
-    totals: Counter[str] = Counter()
-    for name, value in found:
-        totals[name] += float(value)
-    return dict(totals)
-
-
 @contextmanager
 def attackers(url: str, report: dict[str, Any], options: tuple[str, ...] = ()) -> Iterator[None]:
     """Attack from a process of its own inside the context. `report` gets the outcome."""
@@ -149,29 +124,6 @@ def attackers(url: str, report: dict[str, Any], options: tuple[str, ...] = ()) -
     finally:
         started.kill()
         started.wait()
-
-
-def held(process: psutil.Process) -> tuple[int, int]:
-    """Return resident bytes and descriptors of the server and of the processes that it has started."""
-    resident = descriptors = 0
-    for each in (process, *process.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            resident += each.memory_info().rss
-            descriptors += each.num_fds()
-    return resident, descriptors
-
-
-def at_rest(url: str, process: psutil.Process) -> tuple[int, int]:
-    """Return resident bytes and descriptors once nothing is running and no more connections are being closed."""
-    before = held(process)
-    for _ in range(SETTLING_SECONDS):
-        time.sleep(1)
-        load = httpx2.get(f"{url}/v1/load", trust_env=False).json()
-        now = held(process)
-        if not load["running"] and not load["waiting"] and now[1] == before[1]:
-            return now
-        before = now
-    return before
 
 
 def steady(
@@ -302,6 +254,7 @@ def table(found: dict[str, Any]) -> str:
         [f"{found['at_once']} requests of all kinds at once: too long or malformed, refused with 400", str(refused)],
         ["texts that differ from those of the prompt alone", str(mixed_load["wrong"])],
         [f"with a queue of {found['queue']}: refused with 429", str(told)],
+        *(door_rows(found["doors"]) if "doors" in found else ()),
     ]
     return markdown(["", "demo model"], rows)
 
@@ -328,6 +281,20 @@ def attack_rows(rounds: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
+def under_load(
+    requests: int, concurrency: int, rounds: int, attacks: tuple[str, ...] | None, threads: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the figures of requests at once, with a short queue and without, and of steady load."""
+    found: dict[str, Any] = {"at_once": AT_ONCE, "queue": QUEUE}
+    with server(*threads, "--max-queue", str(QUEUE)) as (url, _):
+        found["short_queue"] = asyncio.run(mixed(url, AT_ONCE))
+    started = time.monotonic()
+    with server(*threads) as (url, process):
+        found["mixed"] = asyncio.run(mixed(url, AT_ONCE))
+        found["steady"] = steady(url, process, requests, concurrency, rounds, attacks)
+    return found | {"seconds": time.monotonic() - started}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20000)
@@ -336,19 +303,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-attackers", action="store_true")
     parser.add_argument("--bodies", type=float, default=2.0, help="Of attackers, a second; 0 for none.")
+    parser.add_argument("--only-doors", action="store_true", help="Send requests of all kinds through all doors, no more.")
     arguments = parser.parse_args()
-    threads = ["--threads", str(arguments.threads)]
+    require("llguidance")
+    threads = ("--threads", str(arguments.threads))
     found: dict[str, Any] = {}
-    attacks = None if arguments.no_attackers else ("--bodies", str(arguments.bodies))
-    with server(*threads, "--max-queue", str(QUEUE)) as (url, _):
-        found["short_queue"] = asyncio.run(mixed(url, AT_ONCE))
-    started = time.monotonic()
-    with server(*threads) as (url, process):
-        found["mixed"] = asyncio.run(mixed(url, AT_ONCE))
-        found["steady"] = steady(url, process, arguments.requests, arguments.concurrency, arguments.rounds, attacks)
-    found["seconds"] = time.monotonic() - started
-    problems = broken(found)
-    save("serving_soak", found | {"at_once": AT_ONCE, "queue": QUEUE, "problems": problems})
+    if not arguments.only_doors:
+        attacks = None if arguments.no_attackers else ("--bodies", str(arguments.bodies))
+        found = under_load(arguments.requests, arguments.concurrency, arguments.rounds, attacks, threads)
+    found["doors"] = doors(arguments.requests, arguments.concurrency, arguments.rounds, *threads)
+    problems = ([] if arguments.only_doors else broken(found)) + broken_doors(found["doors"])
+    if arguments.only_doors:
+        print(markdown(["", "demo model"], door_rows(found["doors"])))
+    else:
+        save("serving_soak", found | {"problems": problems})
     print("\n".join(problems) or "every promise was kept")
     sys.exit(1 if problems else 0)
 

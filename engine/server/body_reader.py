@@ -150,6 +150,8 @@ class BodyReader:
         text, prompt, images = self._conversation(body.messages, asking)
         room = self._room(prompt, limit, self._settings.max_model_length, "messages")
         answer = grammar_of(body)
+        if asking.forced and body.response_format is not None:
+            answer = ""  # agents give the format of their last answer with every request, and a forced call has no content
         form = self._tools.reply_form(asking, text, is_constrained=bool(answer))
         grammar = self._tools.grammar(asking, form, answer)
         read = self._read(body, [prompt], [room], top, grammar=grammar, images=images)

@@ -25,6 +25,8 @@ from engine.server.serve import Server, bind
 from engine.server.server import Service, State
 
 ROOT = Path(__file__).resolve().parents[2]
+Sent = tuple[str, Any]
+"""The path and the body of a request."""
 
 
 @contextmanager
@@ -45,6 +47,25 @@ def served(state: State, connections: Connections | None = None, app: Any = None
         server.should_exit = True
         thread.join()
         listening.close()
+
+
+def recording(app: Any, bodies: list[Sent]) -> Any:
+    """Return an application that notes the path and the body of each POST, and passes all on to another."""
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        parts: list[bytes] = []
+
+        async def heard() -> Any:
+            message = await receive()
+            if message["type"] == "http.request":
+                parts.append(message.get("body", b""))
+                if not message.get("more_body") and scope["method"] == "POST":
+                    bodies.append((scope["path"], json.loads(b"".join(parts))))
+            return message
+
+        await app(scope, heard, send)
+
+    return noting
 
 
 @contextmanager

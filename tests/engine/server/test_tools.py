@@ -18,7 +18,7 @@ import pytest
 from conftest import save_reference
 from reply_texts import RECORDED, SCHEMAS
 from scripted_loop import ReplyLoop
-from server_for_tests import served
+from server_for_tests import Sent, recording, served
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from transformers import AutoTokenizer
 
@@ -31,7 +31,7 @@ from engine.server.errors import ApiError
 from engine.server.options import ServeOptions
 from engine.server.reading_pool import ReadingPool
 from engine.server.requests import reading_settings
-from engine.server.server import Service, State
+from engine.server.server import Service, State, create_app
 from engine.server.text_reader import tokenizer_settings
 
 TEMPLATE = (
@@ -81,11 +81,18 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a maker of servers, given a template, special tokens, and what the model replies to a prompt."""
+    """Return a maker of servers, given a template, special tokens, and what the model replies to a prompt.
+
+    `bodies` gets what is sent to a server.
+    """
 
     @contextmanager
     def made(
-        choose: Callable[[str], str] = weather, template: str | None = TEMPLATE, marks: tuple[str, ...] = (), **parsers: str
+        choose: Callable[[str], str] = weather,
+        template: str | None = TEMPLATE,
+        marks: tuple[str, ...] = (),
+        bodies: list[Sent] | None = None,
+        **parsers: str,
     ) -> Iterator[Scripted]:
         path = tmp_path_factory.mktemp("model")
         save_reference("mixtral", path, vocab_size=VOCABULARY + len(marks), max_position_embeddings=8192)
@@ -102,7 +109,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
         state = State(phase="ready", loaded=Service(engine, fake, model_name="tiny", reading=reading))
         try:
             with (
-                served(state) as url,
+                served(state, app=None if bodies is None else recording(create_app(state), bodies)) as url,
                 openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
             ):
                 yield Scripted(loop, client, url)
@@ -384,8 +391,21 @@ def test_a_constrained_answer_beside_tools(tokenizer: Any) -> None:
 def test_a_forced_call_beside_a_constrained_answer_is_refused(tokenizer: Any) -> None:
     template = "{{ tools }}<tool_call>{{ messages[0].content }}"
     with pytest.raises(ApiError, match="leave one of them out") as caught:
-        read(tokenizer, template, "auto", response_format=FORMAT, tools=TOOLS, tool_choice="required")
+        read(tokenizer, template, "auto", structured_outputs={"regex": "a+"}, tools=TOOLS, tool_choice="required")
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_forced_call_leaves_the_format_of_answers_to_later_ones(tokenizer: Any, choice: Any) -> None:
+    """Agents send the format of their last answer with every request, those that force a call included."""
+    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
+    forced = read(tokenizer, template, "auto", tools=TOOLS, tool_choice=choice)
+    beside = read(tokenizer, template, "auto", response_format=FORMAT, tools=TOOLS, tool_choice=choice)
+    assert beside.request["grammar"] == forced.request["grammar"] and beside.form == forced.form
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+    with pytest.raises(ApiError) as caught:
+        read(tokenizer, template, "auto", response_format=wrong, tools=TOOLS, tool_choice=choice)
+    assert caught.value.param == "response_format"
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
