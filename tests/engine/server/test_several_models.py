@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from conftest import save_reference
 from server_for_tests import process, served, wait_for
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
+from engine.batching.scheduler import Scheduler
 from engine.errors import CheckpointError, OptionError
-from engine.server import serve
+from engine.server import models, serve
 from engine.server.model_memory import MODEL_BYTES, cache_bytes, needed_bytes
 from engine.server.options import ServeOptions
 from engine.server.serve import load, models_of
@@ -33,7 +35,7 @@ SHORT = {"prompt": "ab", "max_tokens": 6, "ignore_eos": True, "temperature": 0}
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for name, family in (("first", "mixtral"), ("second", "olmoe"), ("third", "mixtral")):
-        save_reference(family, path / name, vocab_size=VOCABULARY)
+        save_reference(family, path / name, vocab_size=VOCABULARY, max_position_embeddings=4096)
         add_tokenizer(path / name)
     return path
 
@@ -191,10 +193,37 @@ def test_the_limit_closes_the_least_recently_used(directory: Path) -> None:
         assert refused.status_code == 400 and "the model 'first' needs 0.20GB" in refused.json()["error"]["message"]
 
 
+def test_a_stream_keeps_its_model(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "ROOM_SECONDS", 0.2)
+    step = Scheduler.step
+
+    def slow(scheduler: Scheduler) -> None:
+        time.sleep(0.005)
+        step(scheduler)
+
+    monkeypatch.setattr(Scheduler, "step", slow)
+    with server(options_for(directory, memory_limit=MODEL_BYTES * 3 // 2)) as (client, _):
+        long = SHORT | {"model": "first", "max_tokens": 2000, "stream": True}
+        with client.stream("POST", "/v1/completions", json=long) as stream:
+            lines = stream.iter_lines()  # the end of this iterator would end the stream
+            next(lines)
+            busy = complete(client, "second")
+            assert busy.status_code == 503 and busy.json()["error"]["code"] == "models_busy" and busy.headers["retry-after"]
+            assert loaded(client)["first"]
+        wait_for(lambda: complete(client, "second").status_code == 200)  # the client of the stream has left
+        assert loaded(client) == {"first": False, "second": True, "third": False}
+
+
 def test_what_a_model_will_need(directory: Path) -> None:
     options = options_for(directory).of_one("first", str(directory / "first"))
     service = load(options)
     assert abs(needed_bytes(options, 1 << 30) - service.memory_bytes) < 100_000
+    service.close()
+    unsaid, limit = replace(options, kv_cache_bytes=None), MODEL_BYTES + 40_000_000
+    service = load(unsaid, limit)
+    assert abs(needed_bytes(unsaid, limit) - service.memory_bytes) < 100_000
+    cache = service.engine_loop.load().kv_cache_bytes
+    assert 9_000_000 < cache < 10_000_000, "a quarter of what the limit leaves, less than a full batch"
     service.close()
     assert cache_bytes((10, 0), 68, 4, 1 << 40) == 4 * 10 * 100
     assert cache_bytes((10, 0), 68, 4, 8000) == 2000, "a quarter"
