@@ -34,6 +34,7 @@ GROUPS = (
     "What to measure",
     "What to generate",
     "What to check",
+    "Several models",
     "Address",
     "Who may ask",
     "Tools and reasoning",

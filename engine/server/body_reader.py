@@ -22,8 +22,9 @@ from engine.replies.table import AUTO
 from engine.server.constraints import grammar_of
 from engine.server.doors.door import Door
 from engine.server.doors.table import DOORS
-from engine.server.errors import ApiError, api_error, body_error, no_object, not_json
+from engine.server.errors import ApiError, api_error, body_error, unknown_model
 from engine.server.image_parts import image_files
+from engine.server.name_reader import body_values
 from engine.server.nesting import nested_field
 from engine.server.schema import (
     TEMPERATURE,
@@ -214,20 +215,13 @@ class BodyReader:
         return body
 
     def _values(self, data: bytes) -> dict[str, Any]:
-        try:
-            values = json.loads(data)
-        except json.JSONDecodeError as error:
-            raise not_json(error.pos) from error
-        except ValueError as error:  # not UTF-8, or a number with thousands of digits
-            raise no_object() from error
-        if not isinstance(values, dict):
-            raise no_object()
+        values = body_values(data)
         self._check_lists(values)
         return values
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._settings.model_name:
-            raise unknown_model(name, self._settings.model_name)
+            raise unknown_model(name, [self._settings.model_name])
 
     def _check_lists(self, values: dict[str, Any]) -> None:
         most = max(MOST_ITEMS, self._settings.max_model_length)
@@ -401,12 +395,6 @@ def _lists(values: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
         for turn in turns if isinstance(turns, list) else ():
             parts = (turn.get(key) for key in ("content", "tool_calls")) if isinstance(turn, dict) else ()
             yield from ((name, part) for part in parts if isinstance(part, list))
-
-
-def unknown_model(name: str, own: str) -> ApiError:
-    """Return the error for a model that is not served."""
-    message = f"the model {name!r:.80} is not served here; this server has {own!r}"
-    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def _image_reader(settings: ReadingSettings) -> ImageReader | None:

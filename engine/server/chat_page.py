@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-SCRIPTS = ("elements", "markdown", "figures", "conversations", "chat")
+SCRIPTS = ("elements", "markdown", "figures", "conversations", "models", "chat")
 """Scripts of the page, in the order in which they run."""
 
 

@@ -12,6 +12,7 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invali
 SHOWN_PROBLEMS = 4
 SHOWN_CHARACTERS = 300
 SHOWN_PARAM = 80
+SHOWN_MODELS = 5
 RETRY_SECONDS = 1
 
 
@@ -57,6 +58,14 @@ def no_object() -> ApiError:
 def not_json(place: int) -> ApiError:
     """Return the error for a body that is not valid JSON at this character."""
     return ApiError(400, f"the body is not valid JSON at character {place}") if place else no_object()
+
+
+def unknown_model(name: str, known: Sequence[str]) -> ApiError:
+    """Return the error for a model that is not served; `known`: names of the models that are."""
+    names = ", ".join(f"{each!r:.80}" for each in known[:SHOWN_MODELS]) or "no model"
+    others = f" and {len(known) - SHOWN_MODELS} more (/v1/models)" if len(known) > SHOWN_MODELS else ""
+    message = f"the model {name!r:.80} is not served here; this server has {names}{others}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def body_error(problems: Sequence[Any]) -> ApiError:

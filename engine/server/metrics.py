@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -14,6 +14,7 @@ from engine.batching.request import Load, Timings
 Figures = dict[str, tuple[str, Callable[[Load], float]]]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Bucket bounds of every histogram, from one token of a small model to a long answer of a large model."""
+RESIDENT = "compress_process_resident_memory_bytes"
 GAUGES: Figures = {
     "compress_num_requests_running": ("Requests that are being answered.", lambda load: load.running),
     "compress_num_requests_waiting": ("Requests in the queue.", lambda load: load.waiting),
@@ -21,7 +22,7 @@ GAUGES: Figures = {
     "compress_kv_cache_bytes": ("Bytes of the KV cache.", lambda load: load.kv_cache_bytes),
     "compress_weights_bytes": ("Bytes of the weights.", lambda load: load.weights_bytes),
     "compress_load_seconds": ("Seconds that loading the model took.", lambda load: load.load_seconds),
-    "compress_process_resident_memory_bytes": ("Bytes of the process in memory.", lambda load: load.resident_bytes),
+    RESIDENT: ("Bytes of the process in memory.", lambda load: load.resident_bytes),
 }
 COUNTERS: Figures = {
     "compress_prompt_tokens": ("Tokens of prompts.", lambda load: load.prompt_tokens),
@@ -71,6 +72,32 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
+
+
+def text_of_several(metrics: Mapping[str, Metrics | None]) -> bytes:
+    """Return the metrics of several models with a label `model`; None for a model that is not loaded."""
+    registry = CollectorRegistry()
+    registry.register(_ModelsCollector(metrics))
+    return generate_latest(registry)
+
+
+class _ModelsCollector(Collector):
+    """Collects the metrics of several models. The memory of the process, which they share, has no label."""
+
+    def __init__(self, metrics: Mapping[str, Metrics | None]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        loaded = GaugeMetricFamily("compress_model_loaded", "Whether the model is loaded, 0 or 1.", labels=["model"])
+        families: dict[str, Metric] = {loaded.name: loaded}
+        for name, own in self._metrics.items():
+            loaded.add_metric([name], own is not None)
+            for family in own.registry.collect() if own is not None else ():
+                kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                label = {} if family.name == RESIDENT else {"model": name}
+                if label or not kept.samples:
+                    kept.samples += [each._replace(labels=label | each.labels) for each in family.samples]
+        yield from families.values()
 
 
 class _LoadCollector(Collector):

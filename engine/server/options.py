@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.batching.options import LOAD, QueueOptions
@@ -14,15 +14,37 @@ from engine.options import check, like, option
 from engine.replies.table import AUTO, NONE, REASONING_FORMS, TOOL_FORMS
 from engine.server.hosts import is_local, plain_host
 
+DEFAULT_MODEL = "demo"
 KEY_VARIABLE = "COMPRESS_API_KEY"
-ADDRESS, ACCESS, REPLIES = "Address", "Who may ask", "Tools and reasoning"
+ADDRESS, ACCESS, REPLIES, SEVERAL = "Address", "Who may ask", "Tools and reasoning", "Several models"
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of the server: model, address and limits. Raises OptionError for invalid values."""
 
-    model: str = like(OpenOptions, "model")
+    models: tuple[str, ...] = option(
+        (),
+        group="",
+        flag="model",
+        is_argument=True,
+        several="repeated",
+        help="Directories, GGUF files, hub ids or 'demo'; none for 'demo'.",
+    )
+    models_dir: Path | None = option(
+        None,
+        group=SEVERAL,
+        metavar="DIRECTORY",
+        help="Serve every model in this directory too, each loaded by the first request that names it.",
+    )
+    memory_limit: int | None = option(
+        None,
+        group=SEVERAL,
+        is_size=True,
+        above=0,
+        unset="none",
+        help="Most memory of all loaded models, such as 16GB; the least recently used ones leave for another one.",
+    )
     host: str = option("127.0.0.1", group=ADDRESS, help="Address to listen on; 0.0.0.0 for all.")
     port: int = option(8000, group=ADDRESS, minimum=0, maximum=65535, help="Port to listen on; 0 for a free one.")
     api_keys: tuple[str, ...] = option(
@@ -113,6 +135,24 @@ class ServeOptions:
             )
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise OptionError("the served model name is empty; leave it out, or give a name")
+        if self.served_model_name is not None and self.is_several:
+            raise OptionError("several models have the names of their directories; leave out --served-model-name")
+        if self.memory_limit is not None and not self.is_several:
+            raise OptionError("--memory-limit is for several models; give more than one, or --models-dir")
+
+    @property
+    def is_several(self) -> bool:
+        """Whether the server has several models, which are loaded when they are first asked for."""
+        return len(self.models) > 1 or self.models_dir is not None
+
+    @property
+    def model(self) -> str:
+        """The model, or the first one of several."""
+        return self.models[0] if self.models else DEFAULT_MODEL
+
+    def of_one(self, name: str, model: str) -> ServeOptions:
+        """Return the options of a server that has only this one of the models."""
+        return replace(self, models=(model,), models_dir=None, memory_limit=None, served_model_name=name)
 
     @property
     def name(self) -> str:

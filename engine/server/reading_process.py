@@ -33,9 +33,11 @@ from engine.errors import is_panic
 from engine.generation.worker import package_path, python_module
 from engine.server.errors import ApiError
 from engine.server.image_parts import packed
+from engine.server.name_reader import SETTINGS as NAMES_ONLY
+from engine.server.name_reader import NameReader
 
 if TYPE_CHECKING:
-    from engine.server.body_reader import Read
+    from engine.server.body_reader import BodyReader, Read
 
 MEMORY_BYTES = 2_000_000_000
 """Additional address space that reading may use after the process is ready."""
@@ -185,11 +187,9 @@ def unpack_tokens(data: Data, counts: list[int]) -> list[list[int]]:
 def main(arguments: list[str]) -> int:
     """Read bodies until the server has ended."""
     _end_with_the_server()
-    from engine.server.body_reader import BodyReader, ReadingSettings
-
     connection = socket.socket(fileno=int(arguments[0]))
     _, data = receive(connection)
-    reader = BodyReader(ReadingSettings.of_json(bytes(data)))
+    reader = _reader(bytes(data))
     send(connection, {}, [])
     reader.prepare()
     _take_no_more()
@@ -198,6 +198,15 @@ def main(arguments: list[str]) -> int:
             header, body = receive(connection)
             send(connection, *_reply(reader, header["path"], bytes(body)))
     return 0
+
+
+def _reader(settings: bytes) -> BodyReader | NameReader:
+    """Return the reader for these settings. That of names alone imports less."""
+    if settings == NAMES_ONLY:
+        return NameReader()
+    from engine.server.body_reader import BodyReader, ReadingSettings
+
+    return BodyReader(ReadingSettings.of_json(settings))
 
 
 def _reply(reader: Any, path: str, body: bytes) -> Reply:

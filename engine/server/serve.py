@@ -7,6 +7,7 @@ part of it hangs.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -31,8 +32,10 @@ except ModuleNotFoundError as error:
     ) from error
 
 from engine.batching.loop import EngineLoop
-from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.server.log_budget import limited_logging
+from engine.server.model_memory import cache_bytes, left_for_cache, needed_bytes
+from engine.server.model_names import check_local, model_names
+from engine.server.models import Loading, Models
 from engine.server.signals import Signals
 
 BACKLOG = 2048
@@ -42,14 +45,10 @@ ACCEPTED_AT_ONCE = 16
 LAST_BYTES_SECONDS = 10
 """Time for clients to read the end of their answers before connections are closed."""
 KEEP_ALIVE_SECONDS = 75
-SMALL_CACHE = 1 << 30
-"""Size in bytes up to which one sequence's cache is allocated, regardless of free memory."""
-SPARE_MEMORY_SHARE = 0.25
-"""Share of free memory for the KV cache if no size is given."""
 
 
-def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
-    """Serve until a signal ends the server; `ready` is called with the URL once requests are accepted.
+def serve(options: ServeOptions, ready: Callable[[str, list[str]], None]) -> None:
+    """Serve until a signal ends the server; `ready` gets the URL and the names of the models once requests are accepted.
 
     Raises OptionError if the address cannot be bound, any error of loading the model, and KeyboardInterrupt at SIGINT.
     """
@@ -58,7 +57,8 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
         with limited_logging():
-            _Process(options).run(listening, lambda: ready(url))
+            process = _Process(options)
+            process.run(listening, lambda: ready(url, process.names))
     finally:
         listening.close()
 
@@ -80,8 +80,11 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-def load(options: ServeOptions) -> Service:
-    """Load the model and start its engine loop. Raises any error of opening, and OptionError if the cache does not fit."""
+def load(options: ServeOptions, limit: int | None = None) -> Service:
+    """Load the model and start its engine loop. Raises any error of opening, and OptionError if the cache does not fit.
+
+    limit: maximum bytes of the model, from which a cache without a given size takes a share.
+    """
     engine = Engine.open(
         options.model,
         device=options.device,
@@ -94,7 +97,7 @@ def load(options: ServeOptions) -> Service:
     )
     engine_loop = EngineLoop(
         engine,
-        kv_cache_bytes=options.kv_cache_bytes or default_kv_cache_bytes(engine, options),
+        kv_cache_bytes=options.kv_cache_bytes or default_kv_cache_bytes(engine, options, limit),
         max_batch_size=options.max_batch_size,
         max_queue=options.max_queue,
         max_model_length=options.max_model_length,
@@ -113,23 +116,37 @@ def load(options: ServeOptions) -> Service:
     return service
 
 
-def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
+def models_of(options: ServeOptions) -> Models[Service]:
+    """Return the models of a server with several; none is loaded. Raises OptionError and CheckpointError."""
+    check_local(options.models)
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError as error:  # Numba's own threads end the process when two engines compute at the same time
+        raise OptionError("several models need OpenMP, which Numba does not find here; serve one model") from error
+    limit = options.memory_limit
+    return Models(
+        Loading(
+            names=lambda: model_names(options.models, options.models_dir),
+            load=lambda name, model: load(options.of_one(name, model), limit),
+            needed=lambda name, model: needed_bytes(options.of_one(name, model), limit or 0),
+            limit=limit,
+        )
+    )
+
+
+def default_kv_cache_bytes(engine: Engine, options: ServeOptions, limit: int | None = None) -> int:
     """Return the size of a cache for a full batch of the longest sequences, limited to a share of free memory.
 
-    The size is enough for at least one such sequence, if that fits into memory. Otherwise sequences are shorter than
-    the model's limit.
+    limit: maximum bytes of the model with its weights.
     """
     import psutil  # here: only what measures memory needs it
 
-    config = engine.checkpoint.config
-    positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
-    each, state = engine.cache_sizes
-    sequence = each * positions
     on_gpu = engine.device.type == "cuda"
-    states = options.max_batch_size * state
     free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
-    shared = max(0, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free) - states))
-    return states + (max(sequence, shared) if sequence <= max(SMALL_CACHE, free - states) else shared)
+    if limit is not None:
+        free = min(free, left_for_cache(limit, engine.weights_bytes))
+    positions = options.max_model_length or engine.checkpoint.config.max_positions
+    return cache_bytes(engine.cache_sizes, positions, options.max_batch_size, free)
 
 
 class Server(uvicorn.Server):
@@ -172,10 +189,17 @@ class _Process:
         self._options = options
         hosts = allowed_hosts(options.host, options.allowed_hosts)
         self._state = State(options.api_keys, hosts, options.request_timeout)
+        if options.is_several:
+            self._state.models = models_of(options)
         self._server = Server(self._state)
         self._failure: BaseException | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._signals = Signals(self._pass_on)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the models."""
+        return [self._options.name] if self._state.models is None else list(self._state.models.services)
 
     def run(self, listening: socket.socket, ready: Callable[[], None]) -> None:
         """Run until a signal ends the server. Raises as `serve` does."""
@@ -198,13 +222,18 @@ class _Process:
                 made = error
             self._in_event_loop(self._loaded, made, ready)
 
-        # A daemon thread: a signal does not wait until a large model is loaded.
-        threading.Thread(target=load_and_tell, name="load", daemon=True).start()
+        if self._state.models is not None:
+            self._state.names.start()
+            self._begin(ready)
+        else:
+            # A daemon thread: a signal does not wait until a large model is loaded.
+            threading.Thread(target=load_and_tell, name="load", daemon=True).start()
         try:
             await self._server.serve(sockets=[listening])
         finally:
-            if self._state.loaded is not None:
-                await asyncio.to_thread(self._state.loaded.close)
+            self._state.names.close()
+            for service in self._state.services:
+                await asyncio.to_thread(service.close)
 
     def _in_event_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the event loop has ended
@@ -220,21 +249,27 @@ class _Process:
             self._server.should_exit = True
             return
         self._state.loaded = made
+        self._begin(ready)
+
+    def _begin(self, ready: Callable[[], None]) -> None:
         if self._state.phase == "loading":
             self._state.phase = "ready"
             ready()
 
     def _signalled(self) -> None:
-        service = self._state.loaded
-        if self._signals.at_once or service is None:
+        services, is_loading = self._state.services, self._state.models is None and self._state.loaded is None
+        if self._signals.at_once or is_loading:
             self._server.should_exit = self._server.force_exit = True
             self._server.config.timeout_graceful_shutdown = 1
-            if service is not None:
+            for service in services:
                 threading.Thread(target=service.engine_loop.stop, daemon=True).start()
             return
         self._state.phase = "draining"
-        self._draining = asyncio.ensure_future(self._drain(service))
+        if self._state.models is not None:
+            self._state.models.refuse_arrivals()
+        self._draining = asyncio.ensure_future(self._drain(services))
 
-    async def _drain(self, service: Service) -> None:
-        await asyncio.to_thread(service.engine_loop.drain, threading.TIMEOUT_MAX)
+    async def _drain(self, services: list[Service]) -> None:
+        for service in services:
+            await asyncio.to_thread(service.engine_loop.drain, threading.TIMEOUT_MAX)
         self._server.should_exit = True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,16 +23,18 @@ from engine.generation.generate import Engine
 from engine.generation.options import OpenOptions
 from engine.generation.token_text import TokenText
 from engine.onnx.runtime import OnnxDecoder
-from engine.server.body_reader import unknown_model
 from engine.server.chat_page import chat_page
 from engine.server.connection import NAMESPACE, EventStream, Gone, Phase, RequestGate, error_response, while_connected
 from engine.server.doors.form import AnswerForm, ChatForm
 from engine.server.doors.messages_answer import MessagesForm
 from engine.server.doors.responses_answer import ResponsesForm
 from engine.server.doors.table import DOORS
-from engine.server.errors import ApiError, api_error, no_object
+from engine.server.errors import ApiError, api_error, no_object, unknown_model
 from engine.server.exchange import Exchange
-from engine.server.metrics import Metrics
+from engine.server.metrics import Metrics, text_of_several
+from engine.server.model_memory import MODEL_BYTES
+from engine.server.models import Models, Taken
+from engine.server.name_reader import SETTINGS as NAMES_ONLY
 from engine.server.openapi import STREAMED, described_body, endpoint_list, with_error_responses
 from engine.server.reading_pool import ReadingPool
 from engine.server.reading_process import Frame
@@ -77,13 +81,15 @@ class Service:
         self.metrics = Metrics(engine_loop.load)
         self.created = int(time.time())
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the model takes of a limit: weights, cache, and an allowance for the rest."""
+        load = self.engine_loop.load()
+        return load.weights_bytes + load.kv_cache_bytes + MODEL_BYTES
+
     def card(self) -> dict[str, Any]:
         """Return the model's entry in the format of /v1/models."""
-        return {
-            "id": self.model_name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "moe-compress",
+        return plain_card(self.model_name, self.created) | {
             "max_model_len": self.engine_loop.max_model_length,
             "chat_template": self.chats,
             "skip_threshold": self.skip_threshold,
@@ -95,9 +101,14 @@ class Service:
         self.engine_loop.stop()
 
 
+def plain_card(name: str, created: int) -> dict[str, Any]:
+    """Return what an entry of /v1/models says of every model."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "moe-compress"}
+
+
 @dataclass
 class State:
-    """State of the server: `loading`, then `ready` with a service, then `draining`."""
+    """State of the server: `loading`, then `ready` with a service or several models, then `draining`."""
 
     api_keys: tuple[str, ...] = ()
     """Accepted API keys; empty for no access control."""
@@ -106,18 +117,54 @@ class State:
     request_timeout: float | None = None
     phase: Phase = "loading"
     loaded: Service | None = None
+    models: Models[Service] | None = None
+    """Several models; None for a server of one."""
+    names: ReadingPool = field(default_factory=lambda: ReadingPool(lambda: NAMES_ONLY))
+    """Reads the names of models in bodies if there are several. Its processes have no model."""
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def service(self) -> Service:
-        """The loaded service; the gate refuses all requests before it exists."""
+        """The loaded service of one model; the gate refuses all requests before it exists."""
         assert self.loaded is not None
         return self.loaded
 
-    def check_model(self, name: str | None) -> Service:
-        """Return the service. Raises ApiError if `name` is another model."""
-        if name is not None and name != self.service.model_name:
-            raise unknown_model(name, self.service.model_name)
-        return self.service
+    @property
+    def services(self) -> list[Service]:
+        """All loaded services."""
+        if self.models is not None:
+            return list(self.models.loaded.values())
+        return [] if self.loaded is None else [self.loaded]
+
+    def deadline(self) -> float | None:
+        """Return the time of the event loop's clock at which a request that begins now is given up."""
+        return None if self.request_timeout is None else asyncio.get_running_loop().time() + self.request_timeout
+
+    async def take(self, path: str, body: bytes, deadline: float | None) -> Taken[Service]:
+        """Return the service for a body. With several models, it is loaded if necessary.
+
+        The name is read in a process without a model, because no body is parsed here. Raises ApiError, BusyError and
+        TimeoutError.
+        """
+        if self.models is None:
+            return Taken(self.service, lambda: None)
+        _, answer = await self.names.read(path, body, deadline)
+        return await self.models.take(json.loads(bytes(answer))["model"], deadline)
+
+    async def find(self, name: str | None) -> tuple[str, Service | None]:
+        """Return a model's name, and its service if it is loaded; None for the first model. Raises ApiError."""
+        if self.models is None:
+            if name is not None and name != self.service.model_name:
+                raise unknown_model(name, [self.service.model_name])
+            return self.service.model_name, self.service
+        return await self.models.find(name)
+
+    def card(self, name: str, service: Service | None) -> dict[str, Any]:
+        """Return a model's entry in the format of /v1/models."""
+        if self.models is None:
+            return self.service.card()
+        about = plain_card(name, self.created) if service is None else service.card()
+        return about | {"loaded": service is not None}
 
 
 def create_app(state: State) -> FastAPI:
@@ -199,12 +246,21 @@ def _add_doors(app: FastAPI, state: State) -> None:
         raise ApiError(404, "responses are not stored here; send the whole conversation to /v1/responses")
 
 
-async def _read(state: State, request: Request, deadline: float | None) -> Frame:
-    """Return the reply of the process that reads bodies. Raises ApiError, BusyError and Gone."""
+async def _take(state: State, request: Request, deadline: float | None) -> Taken[Service]:
+    """Return the service for a request. Raises ApiError, BusyError and Gone."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise no_object()
-    reading = state.service.reading.read(request.url.path, await request.body(), deadline)
+    taking = state.take(request.url.path, await request.body(), deadline)
+    try:
+        return await while_connected(request.receive, taking)
+    except TimeoutError as error:
+        raise _timeout(state) from error
+
+
+async def _read(state: State, service: Service, request: Request, deadline: float | None) -> Frame:
+    """Return the reply of the process that reads bodies. Raises ApiError, BusyError and Gone."""
+    reading = service.reading.read(request.url.path, await request.body(), deadline)
     try:
         return await while_connected(request.receive, reading)
     except TimeoutError as error:
@@ -213,21 +269,22 @@ async def _read(state: State, request: Request, deadline: float | None) -> Frame
 
 async def _answer(state: State, request: Request, kind: type[Answer], form: type[ChatForm] | None = None) -> Response:
     """Return the answer to a request for text. `form`: that of another interface; None for `kind` as it is."""
-    service = state.service
-    deadline = None if state.request_timeout is None else asyncio.get_running_loop().time() + state.request_timeout
+    deadline = state.deadline()
     try:
-        wanted: Asked = asked(*await _read(state, request, deadline))
-        answer = kind(wanted, service.model_name, service.words, include_usage=wanted.include_usage)
-        shown = form(wanted.repeated, service.model_name, len(wanted.requests[0].prompt)) if form else AnswerForm()
-        own = [replace(each, namespace=getattr(request.state, NAMESPACE)) for each in wanted.requests]
-        exchange = Exchange(service.engine_loop, own, service.metrics)
-        if wanted.stream:
-            return EventStream(_events(_chunks(exchange, answer, deadline), shown, state), exchange.cancel)
-        try:
+        with ExitStack() as held:
+            taken = await _take(state, request, deadline)
+            held.callback(taken.give_back)
+            service = taken.service
+            wanted: Asked = asked(*await _read(state, service, request, deadline))
+            answer = kind(wanted, service.model_name, service.words, include_usage=wanted.include_usage)
+            shown = form(wanted.repeated, service.model_name, len(wanted.requests[0].prompt)) if form else AnswerForm()
+            own = [replace(each, namespace=getattr(request.state, NAMESPACE)) for each in wanted.requests]
+            exchange = Exchange(service.engine_loop, own, service.metrics)
+            held.callback(exchange.cancel)
+            if wanted.stream:
+                return EventStream(_events(_chunks(exchange, answer, deadline), shown, state), held.pop_all().close)
             whole = await while_connected(request.receive, _collected(exchange, answer, deadline, state))
             return JSONResponse(shown.whole(whole))
-        finally:
-            exchange.cancel()
     except Gone:
         return Response(status_code=CLIENT_GONE)
 
@@ -287,7 +344,11 @@ def _timeout(state: State) -> ApiError:
 async def _read_only(state: State, request: Request) -> Response:
     """Return the answer of an endpoint that needs no engine."""
     try:
-        _, answer = await _read(state, request, None)
+        taken = await _take(state, request, state.deadline())
+        try:
+            _, answer = await _read(state, taken.service, request, None)
+        finally:
+            taken.give_back()
     except Gone:
         return Response(status_code=CLIENT_GONE)
     return Response(bytes(answer), media_type="application/json")
@@ -314,22 +375,29 @@ def _add_figures(app: FastAPI, state: State) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics in the format of Prometheus."""
-        return PlainTextResponse(await run_in_threadpool(state.service.metrics.text))
+        if state.models is None:
+            return PlainTextResponse(await run_in_threadpool(state.service.metrics.text))
+        own = {name: each.metrics if each else None for name, each in state.models.services.items()}
+        return PlainTextResponse(await run_in_threadpool(text_of_several, own))
 
     @app.get("/v1/load")
-    async def load() -> dict[str, Any]:
-        """Current load and statistics of the server."""
-        return state.service.card() | asdict(state.service.engine_loop.load())
+    async def load(model: str | None = None) -> dict[str, Any]:
+        """Current load and statistics of a model, by default the first one."""
+        name, service = await state.find(model)
+        return state.card(name, service) | (asdict(service.engine_loop.load()) if service is not None else {})
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List of models, with one entry."""
-        return {"object": "list", "data": [state.service.card()]}
+        """List of models."""
+        if state.models is None:
+            return {"object": "list", "data": [state.service.card()]}
+        await state.models.refresh()
+        return {"object": "list", "data": [state.card(*each) for each in state.models.services.items()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Description of the model."""
-        return state.check_model(name).card()
+        """Description of a model."""
+        return state.card(*await state.find(name))
 
 
 def _add_pages(app: FastAPI) -> None:

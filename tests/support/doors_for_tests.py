@@ -91,7 +91,7 @@ def _serve(model: Path) -> None:
     from engine.server.serve import load
 
     try:
-        service = load(ServeOptions(model=str(model), threads=1))
+        service = load(ServeOptions(models=(str(model),), threads=1))
         service.close()
     except CompressError as error:
         print(f"Error: {error}", file=sys.stderr)

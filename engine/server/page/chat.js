@@ -15,9 +15,11 @@ async function ask(path, body, signal) {
 
 async function look() {
   try {
-    const load = await (await ask("/v1/load")).json();
-    if (!info) begin(load);
-    showLoad(load);
+    const load = await currentLoad();
+    if (chosen === null || load.id === chosen) { // else another one was chosen meanwhile
+      if (!info) begin(load);
+      if (load.loaded !== false) showLoad(load);
+    }
   } catch (error) {
     at("about").textContent = error.message;
     info = null;
@@ -228,6 +230,7 @@ function take(turn, delta) {
 }
 
 async function answer() {
+  if (!info) return add({ role: "failed", text: "the model is not ready yet; send the message again" });
   const chat = info.chat_template, started = performance.now();
   let first = 0, pieces = 0, turn = null;
   const own = running = new AbortController();

@@ -191,7 +191,7 @@ def url(place: Path) -> Iterator[str]:
     engine = Engine.open(place / "onnx")
     each = position_bytes(engine.checkpoint.config, torch.float32)
     options = ServeOptions(
-        model=str(place / "onnx"), max_batch_size=4, max_model_length=256, kv_cache_bytes=288 * each, threads=1
+        models=(str(place / "onnx"),), max_batch_size=4, max_model_length=256, kv_cache_bytes=288 * each, threads=1
     )
     service = load(options)
     with served(State(phase="ready", loaded=service)) as address:

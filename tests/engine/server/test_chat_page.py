@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from browser_for_tests import CHROMIUM, Browser
+from scripted_loop import ScriptedLoop
 from server_for_tests import scripted_state, served, wait_for
 
 from engine.generation.generate import Engine
+from engine.server.models import Loading, Models
 from engine.server.reading_pool import ReadingPool
-from engine.server.server import State
+from engine.server.server import Service, State
 
 SOURCES = Path(__file__).resolve().parents[3] / "engine" / "server" / "page"
 ANSWER = "an answer, <b>in pieces</b>"
@@ -276,6 +278,38 @@ def test_the_skip_threshold_has_a_slider(browser: Browser, chats: None, state: S
 
 
 @needs_browser
+def test_the_model_is_chosen_where_there_are_several(browser: Browser, tiny_engine: Engine) -> None:
+    loads: list[str] = []
+
+    def load(name: str, model: str) -> Service:
+        loads.append(name)
+        script: Any = ScriptedLoop(
+            tuple(tiny_engine.encode(f"answer of {name}")), lambda token: tiny_engine.tokenizer.decode([token])
+        )
+        return Service(tiny_engine, script, model_name=name)
+
+    models = Models(Loading(lambda: {"one": "", "two": ""}, load, lambda name, model: 0))
+    state = State(phase="ready", models=models)
+    try:
+        with served(state) as url:
+            browser.open(url)
+            wait_until_ready(browser, "Continue")
+            assert loads == ["one"] and shown(browser, "#models option") == ["one", "two"]
+            assert browser.value("at('model').hidden && !at('models').hidden && at('models').value === 'one'")
+            say(browser, "x")
+            browser.wait_for("running === null && turns.length === 2")
+            browser.value("at('models').value = 'two'; at('models').dispatchEvent(new Event('change'))")
+            browser.wait_for("info !== null && info.id === 'two'")
+            say(browser, "y")
+            browser.wait_for("running === null && turns.length === 4")
+            assert shown(browser, ".turn") == ["x", "answer of one", "y", "answer of two"] and loads == ["one", "two"]
+    finally:
+        state.names.close()
+        for each in state.services:
+            each.close()
+
+
+@needs_browser
 def test_a_key_is_asked_for(browser: Browser, state: State) -> None:
     state.api_keys = ("sesame",)
     with served(state) as url:
@@ -305,4 +339,4 @@ def test_it_needs_nothing_from_elsewhere() -> None:
         path.name: re.findall(r"https?:(?!\|\\)|//[a-z]+\.|@import|url\(|src=|innerHTML", path.read_text(encoding="utf-8"))
         for path in SOURCES.iterdir()
     }
-    assert len(found) == 7 and not any(found.values()), found
+    assert len(found) == 8 and not any(found.values()), found
