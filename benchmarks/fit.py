@@ -86,15 +86,24 @@ def measured(directory: Path, reference: Reference, tokens_SL: Tensor) -> dict[s
     }
 
 
-def one(title: str, model: str, reference: Reference, tokens_SL: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a row: the way's result, and that of `compress fit` of the same size."""
+def one(
+    title: str,
+    model: str,
+    reference: Reference,
+    tokens_SL: Tensor,
+    options: argparse.Namespace,
+    fitted: dict[int, dict[str, Any]],
+) -> dict[str, Any]:
+    """Return a row: the way's result, and that of `compress fit` of the same size. fitted: those that are known, by size."""
     place = BUILD / "fit"
     place.mkdir(parents=True, exist_ok=True)
     command(ROWS[title], model, place / "way", options)
     row: dict[str, Any] = {"title": title, "way": measured(place / "way", reference, tokens_SL)}
-    command(("fit", "--target-size", str(row["way"]["bytes"])), model, place / "fitted", options)
-    row["fit"] = measured(place / "fitted", reference, tokens_SL)
-    return row
+    size = row["way"]["bytes"]
+    if size not in fitted:
+        command(("fit", "--target-size", str(size)), model, place / "fitted", options)
+        fitted[size] = measured(place / "fitted", reference, tokens_SL)
+    return row | {"fit": fitted[size]}
 
 
 def main() -> None:
@@ -112,11 +121,12 @@ def main() -> None:
     tokens_SL, done = windows.tokens_SL, RESULTS / f"{name}.jsonl"
     key = [options.windows, options.samples]
     known = {row["title"]: row for row in remembered(done) if row["key"] == key}
+    fitted = {row["way"]["bytes"]: row["fit"] for row in known.values()}
     with Reference(source, tokens_SL, torch.float32) as reference:
         full = [round(loss, 4) for loss in losses(source, tokens_SL, dtype=torch.float32).summed_S.tolist()]
         for title in options.rows:
             if title not in known:
-                known[title] = one(title, MODELS[options.model], reference, tokens_SL, options) | {"key": key}
+                known[title] = one(title, MODELS[options.model], reference, tokens_SL, options, fitted) | {"key": key}
                 remember(done, known[title])
                 print(json.dumps({title: {k: known[title][k]["divergence"] for k in ("way", "fit")}}), file=sys.stderr)
     save(
