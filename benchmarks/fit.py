@@ -164,16 +164,16 @@ def table(figures: dict[str, Any]) -> str:
             [
                 row["title"],
                 f"{row['way']['bytes'] / 1e6:.2f}",
-                *(f"{way.value:.3f}", f"{1e3 * row['way']['divergence']:.3g}"),
-                *(f"{fitted.value:.3f}", f"{1e3 * row['fit']['divergence']:.3g}"),
+                *(f"{way.value:.3f}", f"{1e3 * row['way']['divergence']:.3f}"),
+                *(f"{fitted.value:.3f}", f"{1e3 * row['fit']['divergence']:.3f}"),
                 f"{between.value:.3f} ({between.low:.3f} to {between.high:.3f})",
             ]
         )
     count, length = figures["windows"]
     about = (
         f"{count} × {length} tokens of held-out documents; the model has {figures['bytes'] / 1e6:.1f} MB. Ratios are "
-        "perplexities over the model's; KL is from its predictions, in thousandths of a nat per token. The last column is the perplexity of "
-        "`fit` over that of the row, at the row's size, with its interval of 95 %, paired by document.\n\n"
+        "perplexities over the model's; KL is from its predictions, in thousandths of a nat per token. The last column is the "
+        "perplexity of `fit` over that of the row, at the row's size, with its interval of 95 %, paired by document.\n\n"
     )
     head = ["", "MB", "ratio", "KL", "`fit`: ratio", "KL", "`fit` over the row"]
     return about + markdown(head, cells)
