@@ -172,8 +172,8 @@ def table(figures: dict[str, Any]) -> str:
     count, length = figures["windows"]
     about = (
         f"{count} × {length} tokens of held-out documents; the model has {figures['bytes'] / 1e6:.1f} MB. Ratios are "
-        "perplexities over the model's; KL is from its predictions, in thousandths of a nat per token. The last column is the "
-        "perplexity of `fit` over that of the row, at the row's size, with its interval of 95 %, paired by document.\n\n"
+        "perplexities over the model's; KL is from its predictions, in thousandths of a nat per token. The last column is "
+        "the perplexity of `fit` over that of the row, at the row's size, with its interval of 95 %, paired by document.\n\n"
     )
     head = ["", "MB", "ratio", "KL", "`fit`: ratio", "KL", "`fit` over the row"]
     return about + markdown(head, cells)
