@@ -28,8 +28,8 @@ from compress.fitting.statistics import FitRun, memory_demand, table_of, unit_co
 from compress.methods.inputs import Prunable
 from compress.options.fit import FitOptions
 from compress.options.quantize import QuantiserOptions
-from compress.plans.selection import Budget
-from compress.plans.unit_selection import default_multiple
+from compress.plans.selection import Budget, least_experts
+from compress.plans.unit_selection import fitting_multiple
 from compress.report.columns import size as in_bytes
 from compress.report.figures import FitFigures, FrontierPoint
 from compress.report.pictures import Picture, draw_frontier
@@ -76,7 +76,8 @@ def prepare_fitting(options: FitOptions) -> Prunable:
     if isinstance(checkpoint, AdaptedCheckpoint):
         raise checkpoint.refusal()
     check_plain(checkpoint)
-    multiple, least = _multiple(options, checkpoint), _least_experts(options, checkpoint)
+    multiple = _multiple(options, checkpoint)
+    least = least_experts(options.min_experts, checkpoint.config, checkpoint.config.experts_per_token)
     prepared = prepare(options, checkpoint)
     validation_VL = training_text(prepared.calibration, load_tokenizer(checkpoint), 1, options.validation_samples)[1]
     # The sparsity is that of no result: the knapsack decides how many units go.
@@ -94,32 +95,15 @@ def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
     def fits(inputs: int) -> bool:
         return all(Scheme(bits, options.group_size).fits(inputs) for bits in options.low_bits)
 
-    widths = checkpoint.config.ffn_widths()
-    multiple = default_multiple(widths, fits) if options.unit_multiple is None else options.unit_multiple
-    if not fits(multiple):
-        raise OptionError(
-            f"unit-multiple is {multiple}, and rounded weights of {multiple} hidden units do not fill whole groups; take "
-            f"--unit-multiple {default_multiple(widths, fits)}"
-        )
-    return multiple
-
-
-def _least_experts(options: FitOptions, checkpoint: Checkpoint) -> int:
-    """Return the fewest experts that a layer keeps. Raises OptionError where the router takes more."""
-    config, needed = checkpoint.config, checkpoint.config.architecture.least_experts
-    if options.min_experts and options.min_experts < needed:
-        raise OptionError(
-            f"min-experts is {options.min_experts}; the router of the family {config.architecture.model_type} takes "
-            f"{needed} in each layer"
-        )
-    return options.min_experts or max(needed, config.experts_per_token)
+    return fitting_multiple(options.unit_multiple, checkpoint.config.ffn_widths(), fits)
 
 
 def _make(run: FitRun) -> Made:
     """Make the best candidate, and return it with the figures of all."""
     options, checkpoint = run.options, run.prepared.checkpoint
     size, read = target_size(run), options.target_active
-    scores, table = unit_costs(run), table_of(run)
+    scores = unit_costs(run)
+    table = table_of(run, scores)
     choosing = table.chosen(size, read)  # an impossible target ends the run here
     measuring = Measuring(run, table)
     points: list[dict[str, Any]] = []

@@ -24,8 +24,8 @@ from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits, check_rounded
 from compress.plans.plan import Plan, granularity, plan_from_json
-from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, moe_configs, most_groups
-from compress.plans.unit_selection import check_units, default_multiple, uniform_width, units_plan
+from compress.plans.selection import INCLUDED, Budget, check_groups, groups_of, least_experts, moe_configs, most_groups
+from compress.plans.unit_selection import check_units, fitting_multiple, uniform_width, units_plan
 from compress.prune_file import check_file_result, fitting_widths
 from compress.refit.closed_form import refitted
 from compress.refit.correction import check_correctable, check_width
@@ -148,15 +148,8 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         raise OptionError(
             f"{options.method} decides layer by layer and cannot rank across layers; leave out --scope {budget.scope}"
         )
-    needed = checkpoint.config.architecture.least_experts
-    if budget.min_experts == 0:  # the default: at least max(1, k) experts in each layer
-        least = per_token if budget.experts is None else min(per_token, budget.experts)
-        budget = replace(budget, min_experts=max(needed, least))
-    elif budget.min_experts < needed:
-        name = checkpoint.config.architecture.model_type
-        raise OptionError(
-            f"min-experts is {budget.min_experts}; the router of the family {name} takes {needed} in each layer"
-        )
+    usual = per_token if budget.experts is None else min(per_token, budget.experts)
+    budget = replace(budget, min_experts=least_experts(budget.min_experts, checkpoint.config, usual))
     if budget.granularity != "expert":
         return _checked_unit_budget(budget, checkpoint, options)
     if budget.unit_multiple is not None:
@@ -209,14 +202,8 @@ def _checked_unit_budget(budget: Budget, checkpoint: Checkpoint, options: PruneO
     widths = config.ffn_widths(include)
     scheme = None if options.quantiser is None else options.quantiser.scheme
     fits = fitting_widths(options, checkpoint, include) if scheme is None else scheme.fits
-    multiple = default_multiple(widths, fits) if budget.unit_multiple is None else budget.unit_multiple
-    if multiple >= 1 and not fits(multiple):
-        needed = default_multiple(widths, fits)
-        other = "another --output" if scheme is None else "another --group-size"
-        raise OptionError(
-            f"unit-multiple is {multiple}, and rounded weights of {multiple} hidden units do not fill whole groups; take "
-            f"--unit-multiple {needed}, or {other}"
-        )
+    other = "another --output" if scheme is None else "another --group-size"
+    multiple = fitting_multiple(budget.unit_multiple, widths, fits, other)
     try:
         check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts, config.experts_by_layer)
     except OptionError as error:

@@ -13,16 +13,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compress.fitting.costs import Item, Option
-from compress.fitting.sizes import other_matrices
+from compress.fitting.costs import OTHERS, Item, Option
 from compress.methods.inputs import MethodRun
 from compress.options.quantize import GPTQ
 from compress.plans.apply import apply
-from compress.plans.plan import Plan
+from compress.plans.plan import Plan, same_plan
 from compress.plans.unit_selection import units_plan
 from compress.refit.closed_form import Refitted, refitted
 from compress.rounding.feedback_pass import round_layers
-from compress.rounding.mixed_widths import MixedWidths
+from compress.rounding.mixed_widths import MixedWidths, other_matrices
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.families.config import DecoderConfig
@@ -43,15 +42,8 @@ class Choice:
     """Bits of each matrix of the result that is rounded, by name."""
     others: frozenset[str]
     """Names of the matrices outside of the routed experts."""
-
-    @property
-    def removes(self) -> bool:
-        """Whether hidden units or experts go."""
-        return any(not expert.is_copy for own in self.plan.layers.values() for expert in own) or self._lacks_experts
-
-    @property
-    def _lacks_experts(self) -> bool:
-        return any(expert.origin != number for own in self.plan.layers.values() for number, expert in enumerate(own))
+    removes: bool
+    """Whether hidden units or experts go."""
 
 
 def choice_of(
@@ -62,11 +54,11 @@ def choice_of(
     scores: by which hidden units stay, [F] for each expert, by layer.
     """
     kept: dict[int, list[list[int]]] = {layer: [[] for _ in own] for layer, own in scores.items()}
-    bits: dict[str, int] = {}
+    others, bits = other_matrices(config), dict[str, int]()
     staying = dict.fromkeys(kept, 0)
     for item, option in zip(items, options, strict=True):
-        if item.layer < 0:
-            bits |= dict.fromkeys(other_matrices(config), option.readers)
+        if item.layer == OTHERS:
+            bits |= dict.fromkeys(others, option.readers)
         elif option.units:
             order_F = scores[item.layer][item.number].argsort(descending=True, stable=True)
             kept[item.layer][item.number] = sorted(order_F[: option.units].tolist())
@@ -77,7 +69,7 @@ def choice_of(
                 bits[name] = option.down if part == DOWN else option.readers
     plan = units_plan(kept, config.ffn_widths(), config.common_widths)
     rounded = {name: own for name, own in bits.items() if own != PLAIN_BITS}
-    return Choice(plan, rounded, frozenset(other_matrices(config)))
+    return Choice(plan, rounded, frozenset(others), plan != same_plan(config.experts_by_layer))
 
 
 @dataclass(frozen=True)

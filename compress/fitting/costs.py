@@ -16,7 +16,7 @@ Shape suffixes: I items, O options, F expert width, B widths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -31,6 +31,10 @@ from engine.kernels.scheme import PLAIN_BITS
 
 MOST_LEVELS = 16
 """Most numbers of hidden units that an expert may keep, beside none."""
+
+
+OTHERS = -1
+"""Stands for the layer of the other matrices."""
 
 
 class Option(NamedTuple):
@@ -60,14 +64,14 @@ class Factors(NamedTuple):
 
 
 Corrections = Mapping[int, Factors]
-"""Factors by layer; −1 has those of the other matrices. Layers that are not named have factors of 1."""
+"""Factors by layer, or OTHERS. Layers that are not named have factors of 1."""
 NO_FACTORS = Factors()
 NOT_CORRECTED: Corrections = {}
 
 
 @dataclass(frozen=True)
 class Item:
-    """The options of one expert, or of the other matrices (layer −1), with their costs and sizes."""
+    """The options of one expert, or of the other matrices (layer OTHERS), with their costs and sizes."""
 
     layer: int
     number: int
@@ -108,22 +112,19 @@ class Table:
     def predicted(self, options: Sequence[Option]) -> dict[int, Divergence]:
         """Return the predicted divergences of removing hidden units and of rounding, by layer, without corrections."""
         found: dict[int, Divergence] = {}
-        for item, option in zip(self.items, options, strict=True):
-            place, (removal, rounding) = item.options.index(option), found.get(item.layer, Divergence())
+        for item, place in self._places(options):
+            removal, rounding = found.get(item.layer, Divergence())
             found[item.layer] = Divergence(removal + item.removal[place], rounding + item.rounding[place])
         return found
 
     def predicted_total(self, options: Sequence[Option], corrections: Corrections) -> float:
         """Return the predicted divergence of a choice."""
-        return sum(
-            own.removal * corrections.get(layer, NO_FACTORS).removal
-            + own.rounding * corrections.get(layer, NO_FACTORS).rounding
-            for layer, own in self.predicted(options).items()
-        )
+        pairs = ((own, corrections.get(layer, NO_FACTORS)) for layer, own in self.predicted(options).items())
+        return sum(own.removal * factors.removal + own.rounding * factors.rounding for own, factors in pairs)
 
     def total_bytes(self, options: Sequence[Option]) -> int:
         """Return the bytes of a choice."""
-        return sum(item.bytes[item.options.index(own)] for item, own in zip(self.items, options, strict=True))
+        return sum(item.bytes[place] for item, place in self._places(options))
 
     def least_and_most(self) -> tuple[int, int]:
         """Return the smallest and the largest total bytes of any choice."""
@@ -131,7 +132,12 @@ class Table:
 
     def read_bytes(self, options: Sequence[Option]) -> float:
         """Return the bytes that a token reads of a choice, on average."""
-        return sum(item.read[item.options.index(own)] for item, own in zip(self.items, options, strict=True))
+        return sum(item.read[place] for item, place in self._places(options))
+
+    def _places(self, options: Sequence[Option]) -> Iterator[tuple[Item, int]]:
+        """Yield each item with the place of its option."""
+        for item, option in zip(self.items, options, strict=True):
+            yield item, item.options.index(option)
 
 
 def _padded(rows: Sequence[Sequence[float]], value: float) -> Tensor:
@@ -170,7 +176,7 @@ def table(
     known = plain | dict(others)
     items.append(
         Item(
-            *(-1, 0, [Option(0, bits) for bits in known], [0.0] * len(known), [*known.values()]),
+            *(OTHERS, 0, [Option(0, bits) for bits in known], [0.0] * len(known), [*known.values()]),
             [sizes.others(bits) for bits in known],
             [float(sizes.read_of_others(bits)) for bits in known],
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.fitting.candidate import Candidate, Choice, carried_out, smaller_of, written
-from compress.fitting.costs import Corrections, Divergence, Factors, Option, Table
+from compress.fitting.costs import OTHERS, Corrections, Divergence, Factors, Option, Table
 from compress.fitting.divergence import Reference
 from compress.fitting.statistics import FitRun, pruning_run, reference
 from compress.fitting.substitution import with_blocks_of, with_matrices_of
@@ -31,8 +31,6 @@ LEAST_FACTOR = 0.05
 """Smallest factor: a divergence that is measured as zero or below would make every option free."""
 MOST_BANDS = 8
 """Most bands of layers that are measured by themselves: each takes two passes over the text."""
-OTHERS = -1
-"""Stands for the layer of the other matrices."""
 
 
 class Measuring:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from calibrate.ffn_inputs import FfnInputs, Text, groups_within
-from compress.rounding.feedback_pass import MOMENT_BYTES, MOMENT_BYTES_WITHIN_LIMIT, NetworkMoments, second_moment
+from compress.rounding.feedback_pass import NetworkMoments, mean_moment, most_moment_bytes, network_moments
 from compress.rounding.gptq import Feedback
 from compress.rounding.memory import FACTORS
 from engine.checkpoint.checkpoint import Checkpoint
@@ -113,28 +113,16 @@ def _costs(
     inputs: FfnInputs, weight_D: Tensor, schemes: Sequence[Scheme], scale_dtype: torch.dtype, budget: MemoryBudget
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the number of each expert with the costs [B] of its parts."""
-    mean_DD, tokens = _mean_moment(inputs)
+    mean_DD, tokens = mean_moment(inputs)
     sizes = [trial_bytes(network.hidden_size, network.width, len(schemes)) for network in inputs.networks]
-    together = MOMENT_BYTES if budget.limit is None else MOMENT_BYTES_WITHIN_LIMIT
-    for group in groups_within(together, sizes):
-        moments = {number: NetworkMoments(inputs.networks[number]) for number in group}
-        for batch in inputs.batches():
-            for number, own in moments.items():
-                own.add(*inputs.used(batch, number)[:2])
+    for group in groups_within(most_moment_bytes(budget), sizes):
+        moments = network_moments(inputs, group)
         trials = {number: _Trials(own, mean_DD, schemes, scale_dtype) for number, own in moments.items()}
         for batch in inputs.batches():
             for number, trial in trials.items():
                 trial.add(*inputs.used(batch, number)[:2], weight_D)
         for number, trial in trials.items():
             yield number, {part: 0.5 * sum_B / tokens for part, sum_B in trial.sums.items()}
-
-
-def _mean_moment(inputs: FfnInputs) -> tuple[Tensor, int]:
-    """Return the mean of x·xᵀ over all tokens that the block reads, [D, D], and their number."""
-    tokens, sum_DD = 0, torch.zeros(())
-    for batch in inputs.batches():
-        tokens, sum_DD = tokens + len(batch.x_TD), sum_DD + second_moment(batch.x_TD)
-    return sum_DD / max(tokens, 1), max(tokens, 1)
 
 
 def trial_bytes(hidden: int, width: int, widths: int) -> int:

@@ -9,18 +9,12 @@ import torch
 
 from compress.plans.plan import same_plan
 from compress.plans.prediction_layers import kept_prediction
+from compress.rounding.mixed_widths import other_matrices
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import layout_of
-from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN
 from engine.families.tensor_names import expert_tensor, ffn_parts
-from engine.families.tensor_shapes import (
-    attention_weights,
-    expected_tensors,
-    expert_rows,
-    expert_shapes,
-    feed_forward_weights,
-)
+from engine.families.tensor_shapes import expected_tensors, expert_rows, expert_shapes, routed_tensors
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES
 from engine.kernels.scheme import PLAIN_BITS, Scheme
 
@@ -74,13 +68,8 @@ class Sizes:
 
     def others(self, bits: int) -> int:
         """Return the bytes of everything outside of the routed experts and their rows, with matrices of so many bits."""
-        config, rounded = self.checkpoint.config, set(other_matrices(self.checkpoint.config))
-        experts = {
-            expert_tensor(config.architecture, layer, number, part)
-            for layer, count in config.experts_by_layer.items()
-            for number in range(count)
-            for part in expert_shapes(config, layer, number)
-        }
+        config = self.checkpoint.config
+        rounded, experts = set(other_matrices(config)), routed_tensors(config)
         rows = {name for layer in config.moe_layers for name in expert_rows(config, layer)}
         found = START_BYTES * (1 + self.checkpoint.bytes // DEFAULT_SHARD_BYTES)
         found += sum(self.tensor(name, *own) for name, own in self.checkpoint.derived.items())
@@ -102,21 +91,6 @@ class Sizes:
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.dtype(name) if name in self.checkpoint.shapes else self.checkpoint.model_dtype
-
-
-def other_matrices(config: DecoderConfig) -> list[str]:
-    """Return the names of the matrices outside of the routed experts that can be rounded: attention, dense FFNs, shared
-    experts.
-    """
-    experts = {
-        expert_tensor(config.architecture, layer, number, part)
-        for layer, count in config.experts_by_layer.items()
-        for number in range(count)
-        for part in ffn_parts(config.architecture)
-    }
-    names = [name for index in range(len(config.layers)) for name in attention_weights(config, index)]
-    names += [name for index in range(len(config.layers)) for name in feed_forward_weights(config, index)]
-    return [name for name in names if name not in experts]
 
 
 def kept_levels(width: int, multiple: int, most: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -11,7 +12,7 @@ from calibrate.unit_statistics import unit_sums
 from compress.fitting.costs import Table, table
 from compress.fitting.divergence import Reference
 from compress.fitting.rounding_costs import rounding_costs, trial_bytes
-from compress.fitting.sizes import Sizes, other_matrices
+from compress.fitting.sizes import Sizes
 from compress.fitting.substitution import rounded_layers
 from compress.methods.criterion import criterion_of
 from compress.methods.inputs import MethodRun, Prunable
@@ -24,6 +25,7 @@ from compress.options.quantize import GPTQ, QuantiserOptions
 from compress.refit.correction import held_bytes as correction_bytes
 from compress.rounding.feedback_pass import MOMENT_BYTES_WITHIN_LIMIT
 from compress.rounding.memory import rounding_bytes
+from compress.rounding.mixed_widths import other_matrices
 from compress.run.job import Run
 from compress.run.work_directory import WorkDirectory
 from engine.kernels.scheme import PLAIN_BITS, Scheme
@@ -82,10 +84,10 @@ def unit_costs(run: FitRun) -> dict[int, list[Tensor]]:
     return {int(layer): [torch.tensor(own, dtype=torch.float64) for own in each] for layer, each in known.items()}
 
 
-def table_of(run: FitRun) -> Table:
-    """Return the table of all options of the model."""
+def table_of(run: FitRun, scores: Mapping[int, Sequence[Tensor]]) -> Table:
+    """Return the table of all options of the model. scores: those of `unit_costs`."""
     options, prepared, checkpoint = run.options, run.prepared, run.prepared.checkpoint
-    scores, pruning = unit_costs(run), pruning_run(run, run.work)
+    pruning = pruning_run(run, run.work)
     directory, output = unit_directory(pruning, moments=True), gradients_of(pruning, GRADIENT_SEQUENCES).output
     tokens, seen = prepared.tokens_SL.numel(), prepared.tokens_SL[:GRADIENT_SEQUENCES].numel()
     rounding = rounding_costs(

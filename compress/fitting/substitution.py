@@ -5,7 +5,7 @@ No model is written for them: each layer is changed before it runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -22,14 +22,11 @@ from engine.passes.streaming import Visit
 
 def rounded_layers(config: DecoderConfig, names: Collection[str], scheme: Scheme) -> Visit:
     """Return a visit that rounds the matrices with these names to nearest, before their layer runs."""
-    wanted = set(names)
 
-    def visit(index: int, layer: DecoderLayer) -> None:
-        for name, weight in layer_weights(config, index, layer):
-            if name in wanted and isinstance(weight, Tensor):
-                weight.data = quantise(weight.detach().float(), *scheme, weight.dtype).dequantised(weight.dtype)
+    def rounded(name: str, weight: Tensor) -> Tensor:
+        return quantise(weight.detach().float(), *scheme, weight.dtype).dequantised(weight.dtype)
 
-    return visit
+    return _changing(config, names, rounded)
 
 
 def with_blocks_of(result: Checkpoint, layers: Collection[int], dtype: torch.dtype, device: torch.device | str) -> Visit:
@@ -47,11 +44,17 @@ def with_blocks_of(result: Checkpoint, layers: Collection[int], dtype: torch.dty
 
 def with_matrices_of(result: Checkpoint, names: Collection[str], dtype: torch.dtype, device: torch.device | str) -> Visit:
     """Return a visit that gives all layers the matrices with these names of another model."""
-    wanted, source = set(names), result.source(dtype, device)
+    source = result.source(dtype, device)
+    return _changing(result.config, names, lambda name, _: source(name))
+
+
+def _changing(config: DecoderConfig, names: Collection[str], changed: Callable[[str, Tensor], Tensor]) -> Visit:
+    """Return a visit that changes the matrices with these names. changed: returns a new one, given its name and the old."""
+    wanted = set(names)
 
     def visit(index: int, layer: DecoderLayer) -> None:
-        for name, weight in layer_weights(result.config, index, layer):
+        for name, weight in layer_weights(config, index, layer):
             if name in wanted and isinstance(weight, Tensor):
-                weight.data = source(name)
+                weight.data = changed(name, weight)
 
     return visit

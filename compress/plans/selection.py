@@ -29,6 +29,20 @@ LARGEST_MULTIPLE = 64
 """Largest default of `unit_multiple`: tiles of vLLM's kernels have 64 units, packed groups 32 or 64 weights."""
 
 
+def least_experts(asked: int, config: DecoderConfig, usual: int) -> int:
+    """Return the fewest experts that a layer keeps; 0 asks for the usual number, and at least as many as the router takes.
+
+    Raises OptionError for fewer than the router takes.
+    """
+    needed = config.architecture.least_experts
+    if asked == 0:
+        return max(needed, usual)
+    if asked < needed:
+        name = config.architecture.model_type
+        raise OptionError(f"min-experts is {asked}; the router of the family {name} takes {needed} in each layer")
+    return asked
+
+
 @dataclass(frozen=True)
 class Budget:
     """How many experts may stay, and over which experts scores are ranked."""

@@ -58,6 +58,23 @@ def default_multiple(widths: Widths, fits: Callable[[int], bool] = lambda multip
     return next(filter(fits, range(usual, narrowest + 1)), usual)
 
 
+def fitting_multiple(
+    asked: int | None, widths: Widths, fits: Callable[[int], bool], other: str = "another --group-size"
+) -> int:
+    """Return the multiple of hidden units that FFNs keep, by default `default_multiple`.
+
+    other: an option that helps too, for the error. Raises OptionError where rounded weights of so many units do not fit.
+    """
+    usual = default_multiple(widths, fits)
+    multiple = usual if asked is None else asked
+    if multiple >= 1 and not fits(multiple):
+        raise OptionError(
+            f"unit-multiple is {multiple}, and rounded weights of {multiple} hidden units do not fill whole groups; take "
+            f"--unit-multiple {usual}, or {other}"
+        )
+    return multiple
+
+
 def check_units(
     sparsity: float, scope: str, multiple: int, widths: Widths, min_experts: int | None = None, routed: Routed | None = None
 ) -> None:

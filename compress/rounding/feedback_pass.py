@@ -156,17 +156,11 @@ class _LayerRounding:
         if self._inputs is None:
             return
         self._inputs.stop()
-        mean_DD = self._mean_moment(self._inputs)
+        mean_DD, _ = mean_moment(self._inputs)
         networks = self._inputs.networks
         sizes = [8 * (network.width**2 + network.down_DF.shape[0] ** 2) for network in networks]
-        together = MOMENT_BYTES if self._budget.limit is None else MOMENT_BYTES_WITHIN_LIMIT
-        for group in groups_within(together, sizes):
-            found = {number: NetworkMoments(networks[number]) for number in group}
-            for batch in self._inputs.batches():
-                for number, own in found.items():
-                    x_RD, weight_R, _ = self._inputs.used(batch, number)
-                    own.add(x_RD, weight_R)
-            for own in found.values():
+        for group in groups_within(most_moment_bytes(self._budget), sizes):
+            for own in network_moments(self._inputs, group).values():
                 inputs_DD, units_FF = own.moments(mean_DD)
                 down, known = own.network.down_DF, [each for each in own.network.projections if id(each) in self._names]
                 for weights, moment_II in (
@@ -176,12 +170,27 @@ class _LayerRounding:
                     if weights:
                         yield [self._names[id(each)] for each in weights], moment_II
 
-    def _mean_moment(self, inputs: FfnInputs) -> Tensor:
-        """Return the mean of x·xᵀ over all tokens that the block reads, [D, D]."""
-        tokens, sum_DD = 0, torch.zeros(())
-        for batch in inputs.batches():
-            tokens, sum_DD = tokens + len(batch.x_TD), sum_DD + second_moment(batch.x_TD)
-        return sum_DD / max(tokens, 1)
+
+def most_moment_bytes(budget: MemoryBudget) -> int:
+    """Return the bytes of the moments that are summed up together."""
+    return MOMENT_BYTES if budget.limit is None else MOMENT_BYTES_WITHIN_LIMIT
+
+
+def mean_moment(inputs: FfnInputs) -> tuple[Tensor, int]:
+    """Return the mean of x·xᵀ over all tokens that the block reads, [D, D], and their number, which counts as 1 at least."""
+    tokens, sum_DD = 0, torch.zeros(())
+    for batch in inputs.batches():
+        tokens, sum_DD = tokens + len(batch.x_TD), sum_DD + second_moment(batch.x_TD)
+    return sum_DD / max(tokens, 1), max(tokens, 1)
+
+
+def network_moments(inputs: FfnInputs, numbers: Iterable[int]) -> dict[int, NetworkMoments]:
+    """Return the sums of some of the block's networks over all their tokens, by their numbers."""
+    found = {number: NetworkMoments(inputs.networks[number]) for number in numbers}
+    for batch in inputs.batches():
+        for number, own in found.items():
+            own.add(*inputs.used(batch, number)[:2])
+    return found
 
 
 def second_moment(x_TI: Tensor) -> Tensor:

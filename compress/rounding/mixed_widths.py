@@ -16,7 +16,7 @@ from compress.options.quantize import QuantiserOptions
 from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import expert_tensor, ffn_parts
-from engine.families.tensor_shapes import feed_forward_weights
+from engine.families.tensor_shapes import feed_forward_weights, routed_tensors
 from engine.kernels.scheme import BITS, PLAIN_BITS, Scheme
 
 Widths = Mapping[tuple[int, int, int], int]
@@ -45,6 +45,14 @@ class MixedWidths(QuantiserOptions):
         return f"{', '.join(map(str, first))} or {last}" if first else str(last)
 
 
+def other_matrices(config: DecoderConfig) -> list[str]:
+    """Return the names of the matrices outside of the routed experts that can be rounded: attention, dense FFNs, shared
+    experts.
+    """
+    routed = routed_tensors(config)
+    return [name for name in QuantiserOptions(BITS[0]).names(config) if name not in routed]
+
+
 def mixed_widths(config: DecoderConfig, widths: Widths, *, group_size: int = 32, others: int = PLAIN_BITS) -> MixedWidths:
     """Return options that round each matrix to its own bits.
 
@@ -60,14 +68,7 @@ def mixed_widths(config: DecoderConfig, widths: Widths, *, group_size: int = 32,
                 f"widths: layer {layer} has no projection {projection} of an expert {expert}; give matrices of the model"
             )
         by_name[expert_tensor(row, layer, expert, projection)] = bits
-    routed = {
-        expert_tensor(row, layer, expert, projection)
-        for layer, experts in config.experts_by_layer.items()
-        for expert in range(experts)
-        for projection in ffn_parts(row)
-    }
-    plain = QuantiserOptions(BITS[0], group_size)
-    by_name |= {name: others for name in plain.names(config) if name not in routed}
+    by_name |= dict.fromkeys(other_matrices(config), others)
     wrong = next((bits for bits in by_name.values() if bits not in (*BITS, PLAIN_BITS)), None)
     if wrong is not None:
         raise OptionError(f"widths: {wrong} bits; weights have one of {', '.join(map(str, BITS))} or {PLAIN_BITS}")

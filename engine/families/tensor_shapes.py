@@ -149,6 +149,17 @@ def expert_shapes(config: DecoderConfig, layer: int, expert: int | None = None) 
     return {part: every[part] for part in expert_parts(config.architecture)}
 
 
+def routed_tensors(config: DecoderConfig) -> set[str]:
+    """Return the names on disk of every tensor of the routed experts."""
+    row = config.architecture
+    return {
+        expert_tensor(row, layer, expert, part)
+        for layer, experts in config.experts_by_layer.items()
+        for expert in range(experts)
+        for part in expert_parts(row)
+    }
+
+
 def attention_weights(config: DecoderConfig, index: int) -> list[str]:
     """Return the names on disk of a layer's attention matrices that are multiplied by as they are.
 

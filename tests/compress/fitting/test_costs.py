@@ -17,9 +17,10 @@ from compress.fitting.costs import Divergence, Factors, Item, Option, Table, tab
 from compress.fitting.divergence import Reference
 from compress.fitting.measured import bands, corrections_of, weight_file_bytes
 from compress.fitting.rounding_costs import DOWN, READERS, rounding_costs
-from compress.fitting.sizes import Sizes, kept_levels, other_matrices
+from compress.fitting.sizes import Sizes, kept_levels
 from compress.fitting.substitution import rounded_layers
 from compress.plans.apply import apply
+from compress.rounding.mixed_widths import other_matrices
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
@@ -253,6 +254,16 @@ def test_a_choice_numbers_experts_anew(checkpoint: Checkpoint) -> None:
     assert {name.split("experts.")[1]: bits for name, bits in choice.bits.items()} == {
         "0.w1.weight": 8, "0.w3.weight": 8, "0.w2.weight": 4,
     }  # fmt: skip
+
+
+def test_the_last_expert_alone_is_missed(checkpoint: Checkpoint) -> None:
+    """The experts before it keep their numbers."""
+    made, scores = table_for(checkpoint, least=1)
+    last = len(scores[0]) - 1
+    whole = [item.options[0] for item in made.items]
+    fewer = [Option(0) if (item.layer, item.number) == (0, last) else item.options[0] for item in made.items]
+    assert not choice_of(made.items, whole, scores, checkpoint.config).removes
+    assert choice_of(made.items, fewer, scores, checkpoint.config).removes
 
 
 def test_items_without_an_option_cost_infinity() -> None:

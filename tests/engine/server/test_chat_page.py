@@ -80,6 +80,13 @@ def chats(tiny_engine: Engine) -> Iterator[None]:
     tiny_engine.tokenizer.chat_template = None
 
 
+def say_two(browser: Browser) -> None:
+    """Say two things, each when the answer before is complete."""
+    for said, turns in (("one", 2), ("two", 4)):
+        say(browser, said)
+        browser.wait_for(f"running === null && turns.length === {turns}")
+
+
 def prompts_of(state: State, engine: Engine) -> list[str]:
     loop: Any = state.service.engine_loop
     return [engine.tokenizer.decode(request.prompt) for request in loop.requests]
@@ -90,9 +97,7 @@ def test_a_chat_has_turns_and_can_be_stopped(browser: Browser, chats: None, stat
     with served(state) as url:
         browser.open(url)
         wait_until_ready(browser, "Send")
-        for said, turns in (("one", 2), ("two", 4)):
-            say(browser, said)
-            browser.wait_for(f"running === null && turns.length === {turns}")
+        say_two(browser)
         assert shown(browser, ".turn") == ["one", ANSWER, "two", ANSWER]
         assert prompts_of(state, tiny_engine)[-1] == f"user: one\nassistant: {ANSWER}\nuser: two\nassistant:"
         loop: Any = state.service.engine_loop
@@ -113,9 +118,7 @@ def test_messages_are_edited_and_answers_repeated(browser: Browser, chats: None,
     with served(state) as url:
         browser.open(url)
         wait_until_ready(browser, "Send")
-        for said, turns in (("one", 2), ("two", 4)):
-            say(browser, said)
-            browser.wait_for(f"running === null && turns.length === {turns}")
+        say_two(browser)
         press(browser, "Repeat", 1)
         browser.wait_for("running === null && turns.length === 4")
         assert prompts_of(state, tiny_engine)[-1] == f"user: one\nassistant: {ANSWER}\nuser: two\nassistant:"
