@@ -26,8 +26,7 @@ from torch import Tensor
 
 from calibrate.ffn_inputs import FfnInputs, Text, groups_within
 from compress.rounding.feedback_pass import NetworkMoments, mean_moment, most_moment_bytes, network_moments
-from compress.rounding.gptq import Feedback
-from compress.rounding.memory import FACTORS
+from compress.rounding.gptq import Feedback, factoring_bytes
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
@@ -131,7 +130,7 @@ def trial_bytes(hidden: int, width: int, widths: int) -> int:
 
     hidden, width: its inputs and its hidden units.
     """
-    return FACTORS * 8 * max(width, hidden) ** 2 + 8 * (width**2 + hidden**2) + 4 * widths * 3 * width * hidden
+    return factoring_bytes(max(width, hidden)) + 8 * (width**2 + hidden**2) + 4 * widths * 3 * width * hidden
 
 
 class _Trials:

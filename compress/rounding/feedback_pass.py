@@ -10,7 +10,7 @@ Shape suffixes: T tokens, R tokens of one network, D hidden, F width, I inputs o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,11 +20,12 @@ from torch import Tensor
 from calibrate.ffn_inputs import FfnInputs, Text, groups_within
 from calibrate.product_inputs import check_inputs, watch_products
 from compress.options.quantize import HEAD, QuantiserOptions
-from compress.rounding.gptq import Feedback, shrunk
+from compress.rounding.gptq import Feedback, factoring_bytes, matrix_bytes, shrunk
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert
 from engine.decoder.model import DecoderLayer
 from engine.decoder.parameters import layer_weights
+from engine.files.mapped_file import Releasing
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
@@ -43,14 +44,19 @@ class FeedbackRounding:
 
     def __init__(self, directory: Path, scheme_of: Callable[[str], Scheme]) -> None:
         self._directory, self._scheme_of = directory, scheme_of
-        self._opened = cache(self._open)
+        self._opened: dict[int, SafetensorsFile] = {}
+        """The layers' files, whose mapped pages are released together."""
+        self._releasing = Releasing(self._release)
 
     def __call__(self, name: str) -> QuantizedWeight | None:
         """Return a rounded matrix; None for the output head, which is rounded to nearest."""
         if name == HEAD:
             return None
-        file = self._opened(int(name.split(".")[2]))  # model.layers.N.…
-        packed_OB, scales_OC = (file.tensor(f"{name}.{part}") for part in ("packed", "scales"))
+        layer = int(name.split(".")[2])  # model.layers.N.…
+        if layer not in self._opened:
+            self._opened[layer] = self._open(layer)
+        packed_OB, scales_OC = (self._opened[layer].tensor(f"{name}.{part}") for part in ("packed", "scales"))
+        self._releasing.read(packed_OB.nbytes + scales_OC.nbytes)
         bits = self._scheme_of(name).bits
         return QuantizedWeight(packed_OB, scales_OC, bits, packed_OB.shape[1] * 8 // bits)
 
@@ -58,6 +64,10 @@ class FeedbackRounding:
         file = SafetensorsFile(_path(self._directory, layer))
         check_digest(file)
         return file
+
+    def _release(self) -> None:
+        for file in self._opened.values():
+            file.release()
 
 
 def round_layers(
@@ -136,9 +146,10 @@ class _LayerRounding:
         source = self._checkpoint.source(torch.float32)
         for names, moment_II in chain(self._of_attention(), self._of_networks()):
             check_inputs(self._checkpoint, names[0], moment_II)
+            self._budget.relieve(self._checkpoint.release, factoring_bytes(len(moment_II)))
             feedback = Feedback(moment_II)
             for name in names:
-                self._budget.relieve(self._checkpoint.release)
+                self._budget.relieve(self._checkpoint.release, matrix_bytes(self._checkpoint.shapes[name]))
                 scheme, scale_dtype = self._options.scheme_of(name), self._checkpoint.dtype(name)
                 rounded = feedback.round(source(name), scheme, scale_dtype)
                 tensors |= {f"{name}.packed": rounded.packed_OB, f"{name}.scales": rounded.scales_OC}

@@ -18,12 +18,13 @@ Shape suffixes: O outputs, I inputs of a matrix, C groups of a row, B columns of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engine.kernels.quantized_weight import QuantizedWeight, packed, quantise
+from engine.kernels.quantized_weight import ROUND_ELEMENTS, QuantizedWeight, packed, quantise
 from engine.kernels.scheme import Scheme
 
 DAMPING = 0.01
@@ -32,6 +33,21 @@ BLOCK = 128
 """Columns whose errors reach the columns after them in one product (algorithm 1)."""
 MOST_WEIGHTS = 1 << 22
 """Weights of a matrix that are rounded at a time; rows do not depend on each other."""
+_FACTORS = 7
+"""Matrices of the size of a moment, in float64, while it is factored: itself, sorted, the factors and the inverse."""
+_PIECE_BYTES = 12 * 4 * ROUND_ELEMENTS
+"""Temporary values while some rows are rounded to nearest."""
+
+
+def factoring_bytes(inputs: int) -> int:
+    """Return the bytes that `Feedback` takes for a moment [I, I] while it is factored."""
+    return _FACTORS * 8 * inputs**2
+
+
+def matrix_bytes(shape: tuple[int, ...]) -> int:
+    """Return the bytes that `Feedback.round` takes for a matrix [O, I]: itself in float32, parts in float64, integers."""
+    weights = math.prod(shape)
+    return 3 * 4 * weights + 3 * 8 * min(weights, MOST_WEIGHTS) + _PIECE_BYTES
 
 
 class Feedback:

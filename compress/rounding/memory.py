@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from compress.options.quantize import AWQ, GPTQ, HEAD, QuantiserOptions
 from compress.rounding.activation_scales import SAMPLE_TOKENS
 from compress.rounding.feedback_pass import MOMENT_BYTES_WITHIN_LIMIT
-from compress.rounding.gptq import MOST_WEIGHTS
+from compress.rounding.gptq import MOST_WEIGHTS, factoring_bytes
 from engine.files.mapped_file import RELEASE_EVERY_BYTES
 from engine.kernels.quantized_weight import ROUND_ELEMENTS
 
 _PIECE = 12 * 4 * ROUND_ELEMENTS
 """Temporary values while some rows are rounded."""
-FACTORS = 7
-"""Matrices of the size of a moment, in float64, while it is factored: itself, sorted, the factors and the inverse."""
 
 
 def rounding_bytes(matrices: Mapping[str, tuple[int, ...]], options: QuantiserOptions, way: str) -> int:
@@ -36,6 +34,6 @@ def rounding_bytes(matrices: Mapping[str, tuple[int, ...]], options: QuantiserOp
             layer = name.split(".")[2] if name != HEAD else ""
             scheme = options.scheme_of(name)
             of_layer[layer] = of_layer.get(layer, 0.0) + math.prod(shape) * (scheme.bits / 8 + 4 / max(8, scheme.group_size))
-        needed += (FACTORS + 2) * 8 * inputs**2 + MOMENT_BYTES_WITHIN_LIMIT + 3 * 8 * MOST_WEIGHTS
+        needed += factoring_bytes(inputs) + 2 * 8 * inputs**2 + MOMENT_BYTES_WITHIN_LIMIT + 3 * 8 * MOST_WEIGHTS
         needed += math.ceil(max(of_layer.values(), default=0.0))  # the layer's rounded matrices, until its file is written
     return needed

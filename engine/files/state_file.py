@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from engine.errors import DataError
+from engine.files.mapped_file import Releasing
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.safetensors_writer import raw_bytes, write_tensors
 
@@ -34,8 +35,17 @@ def check_digest(file: SafetensorsFile, *, may_lack: bool = False) -> None:
     if may_lack and DIGEST not in file.metadata:
         return
     said = {key: value for key, value in file.metadata.items() if key != DIGEST}
-    if file.metadata.get(DIGEST) != _digest(said, ((name, file.tensor(name)) for name in sorted(file.entries))):
+    if file.metadata.get(DIGEST) != _digest(said, _read_once(file)):
         raise DataError(f"{file.path}: is damaged or was changed (its digest differs); leave out --resume, or make it again")
+
+
+def _read_once(file: SafetensorsFile) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor by name, and release the mapped pages on the way."""
+    releasing = Releasing(file.release)
+    for name in sorted(file.entries):
+        yield name, file.tensor(name)
+        releasing.read(file.entries[name].nbytes)
+    file.release()
 
 
 def _digest(metadata: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
