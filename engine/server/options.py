@@ -100,6 +100,21 @@ class ServeOptions:
         unset="for a full batch, at most a quarter of what is free",
         help="Memory for keys and values, such as 2GB.",
     )
+    kv_cache_disk: int | None = option(
+        None,
+        group=LOAD,
+        is_size=True,
+        above=0,
+        unset="none",
+        help="Disk space for keys and values, such as 20GB: prompts stay known beyond memory and across restarts.",
+    )
+    kv_cache_directory: Path | None = option(
+        None,
+        group=LOAD,
+        metavar="DIRECTORY",
+        unset="in the user's cache directory",
+        help="Directory for --kv-cache-disk. One server at a time uses it.",
+    )
     request_timeout: float | None = option(600.0, group=LOAD, above=0, help="Seconds after which a request is given up.")
     skip_threshold: float = like(
         OpenOptions,
@@ -139,6 +154,8 @@ class ServeOptions:
             raise OptionError("several models have the names of their directories; leave out --served-model-name")
         if self.memory_limit is not None and not self.is_several:
             raise OptionError("--memory-limit is for several models; give more than one, or --models-dir")
+        if self.kv_cache_directory is not None and self.kv_cache_disk is None:
+            raise OptionError("--kv-cache-directory is for --kv-cache-disk; give its SIZE too, or leave out the directory")
 
     @property
     def is_several(self) -> bool:
