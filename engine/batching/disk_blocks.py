@@ -70,6 +70,8 @@ class DiskBlocks:
         key = self._key(digest)
         if key in self._disk:
             self._disk.touch([key])
+        elif not self._disk.takes(self._cache.block_bytes):
+            self.counts.failed += 1
         else:
             self._disk.write(key, self._cache.content(block), self.counts)
 
@@ -116,7 +118,7 @@ class DiskBlocks:
     def wait(self) -> None:
         """Wait a moment for the disk."""
         if self._arriving:
-            self._disk.wait(WAIT_SECONDS)
+            self._disk.wait([each.reading for each in self._arriving], WAIT_SECONDS)
 
     def keep_all(self) -> None:
         """Hand all unused blocks that can be found to the disk, within some seconds. The cache is not used afterwards."""

@@ -77,6 +77,12 @@ class Reading:
             return taken
 
     @property
+    def has_news(self) -> bool:
+        """Whether a block has arrived or none will."""
+        with self._changed:
+            return bool(self._arrived) or self.is_over
+
+    @property
     def is_over(self) -> bool:
         """Whether no further block will be taken, because all were, or one failed, or the disk does not answer."""
         with self._changed:
@@ -164,6 +170,11 @@ class DiskCache:
         with self._changed:
             return key in self._queued or key in self._files
 
+    def takes(self, size: int) -> bool:
+        """Return whether a block of so many bytes would be queued now, before it is copied for that."""
+        with self._changed:
+            return self._has_room(size) and not self._is_closed and not self._pauses
+
     def write(self, key: str, block: Block, counts: DiskCounts, until: float = 0.0) -> bool:
         """Queue a block. Returns False if it was dropped, because the disk is too slow or does not take it.
 
@@ -172,7 +183,7 @@ class DiskCache:
         size = _bytes(block)
         with self._changed:
             self._wait_for(lambda: self._has_room(size) or self._pauses, until)
-            if self._is_closed or self._pauses or not self._has_room(size):
+            if not self.takes(size):
                 counts.failed += 1
                 return False
             if key not in self:
@@ -207,10 +218,10 @@ class DiskCache:
             self._changed.notify_all()
             return reading
 
-    def wait(self, seconds: float) -> None:
-        """Wait until something changes, or the time is over."""
+    def wait(self, readings: Sequence[Reading], seconds: float) -> None:
+        """Wait until a reading has a block or is over, or the time is over."""
         with self._changed:
-            self._changed.wait(seconds)
+            self._changed.wait_for(lambda: any(each.has_news for each in readings), seconds)
 
     def read(self, key: str, counts: DiskCounts, fits: Callable[[Block], bool]) -> Block | None:
         """Return a block; None if it is not there, cannot be read or does not fit. Such a one is removed."""

@@ -114,8 +114,10 @@ class KeptFiles:
             self._path(key).unlink()
 
     def close(self) -> None:
-        """Let other processes use the directory."""
-        os.close(self._descriptor)
+        """Let other processes use the directory. Further calls have no effect."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}{_SUFFIX}"

@@ -149,43 +149,62 @@ def test_a_block_that_waits_to_be_written_is_found(
     assert disk.bytes > 0
 
 
-def test_a_slow_disk_stops_nobody(engine: Engine, disks: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks without room in the queue are dropped, and blocks that a reader does not deliver are read by the model."""
-    goes_on = threading.Event()
-    monkeypatch.setattr(KeptFiles, "write", lambda *_: goes_on.wait(30))
+def test_what_a_slow_disk_does_not_take_is_dropped(
+    engine: Engine, disks: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(KeptFiles, "write", lambda *_: answers.wait(30))
     monkeypatch.setattr(disk_cache, "MOST_QUEUED_BYTES", 1)
     monkeypatch.setattr(disk_cache, "CLOSE_SECONDS", 0.2)
-    scheduler = scheduler_for(engine, disk=disks())
-    request = Request(prompt(30), 3, ignore_end_tokens=True)
-    tokens, _, _ = ask(scheduler, engine, request)
+    disk = disks()
+    cache_bytes = 12 * 4 * position_bytes(engine.checkpoint.config, engine.dtype)
+    scheduler = scheduler_for(engine, disk=disk, kv_cache_bytes=cache_bytes, max_model_length=40)
+    for seed in range(3):
+        ask(scheduler, engine, Request(prompt(33, seed), 3, ignore_end_tokens=True))
+    assert scheduler.on_disk is not None
+    dropped = scheduler.on_disk.counts.failed
+    assert dropped >= 8 and disk._queued_bytes == scheduler.runner.cache_bytes / 12
     began = time.monotonic()
     scheduler.close()
-    assert time.monotonic() - began < 5
-    assert scheduler.on_disk is not None and scheduler.on_disk.counts.failed
-    goes_on.set()
-    monkeypatch.undo()
-    disk = disks()
+    disk.hurry(0.1)
+    disk.close()
+    assert time.monotonic() - began < 5 and scheduler.on_disk.counts.failed == dropped + 1
+    answers.set()
+
+
+def test_blocks_that_a_slow_disk_does_not_deliver_are_read_by_the_model(
+    engine: Engine, disks: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests get a token in each step meanwhile, and with both readers stuck nobody waits again."""
+    request = Request(prompt(30), 3, ignore_end_tokens=True)
+    scheduler = scheduler_for(engine, disk=disks())
+    tokens, *_ = ask(scheduler, engine, request)
+    disk = restarted(scheduler, disks)
     scheduler = scheduler_for(engine, disk=disk)
-    ask(scheduler, engine, request)
-    again = scheduler_for(engine, disk=restarted(scheduler, disks))
+    assert scheduler.on_disk is not None
+    answers, read = threading.Event(), KeptFiles.read
     monkeypatch.setattr(disk_cache, "STALL_SECONDS", 0.05)
-    hangs = threading.Event()
-    monkeypatch.setattr(KeptFiles, "read", lambda *_: hangs.wait(30))
-    other = Served(again, engine, Request(prompt(5, 9), 120, ignore_end_tokens=True), 2)
-    again.step()
-    before = len(other.tokens)
-    served = Served(again, engine, request)
-    again.step()
-    assert again.on_disk is not None and again.on_disk.is_arriving(served.state)
-    while not served.tokens:
-        again.step()
-        assert len(other.tokens) > before, "the other request goes on"
-        before = len(other.tokens)
-    run_to_end(again)
-    assert served.tokens == tokens and again.cached_tokens == 0
-    for seed in range(3):
-        ask(again, engine, Request(prompt(30), 3, ignore_end_tokens=True, skip_threshold=None, namespace=str(seed)))
-    hangs.set()
+    monkeypatch.setattr(KeptFiles, "read", lambda *given: answers.wait(30) and read(*given))
+    other = Served(scheduler, engine, Request(prompt(5, 9), 120, ignore_end_tokens=True), 2)
+    scheduler.step()
+    served = Served(scheduler, engine, request)
+    for count in range(2, 120):
+        scheduler.step()
+        assert len(other.tokens) == count, "the other request goes on"
+        if served.tokens:
+            break
+        assert count > 2 or scheduler.on_disk.is_arriving(served.state)
+    run_to_end(scheduler)
+    assert served.tokens == tokens and scheduler.cached_tokens == 0
+    again = scheduler_for(engine, disk=disk)
+    assert again.on_disk is not None and ask(again, engine, request)[::2] == (tokens, 0)
+    assert len(disk._current) == disk_cache.READERS
+    third = scheduler_for(engine, disk=disk)
+    assert third.on_disk is not None and ask(third, engine, request)[::2] == (tokens, 0)
+    assert (again.on_disk.counts.hits, third.on_disk.counts.hits) == (1, 0)
+    answers.set()
+    wait_until(lambda: not disk._current)
+    assert ask(scheduler_for(engine, disk=disk), engine, request)[::2] == (tokens, 28)
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "empty", "gone", "renamed", "foreign", "other sizes", "a directory"])
