@@ -86,9 +86,10 @@ class Reading:
     def is_over(self) -> bool:
         """Whether no further block will be taken, because all were, or one failed, or the disk does not answer."""
         with self._changed:
-            if self._arrived:
-                return False
-            return self._is_over or self._is_cancelled or time.monotonic() - self._last_arrival > STALL_SECONDS
+            if self._is_cancelled or not self._arrived:
+                is_stalled = time.monotonic() - self._last_arrival > STALL_SECONDS
+                return self._is_over or self._is_cancelled or is_stalled
+            return False
 
     def cancel(self) -> None:
         """Read no more. What was read stays on disk."""
@@ -110,6 +111,8 @@ class Reading:
                 break
             done.append(key)
             with self._changed:
+                if self._is_cancelled:
+                    break
                 self._arrived.append(block)
                 self._ahead += _bytes(block)
                 self._changed.notify_all()

@@ -127,10 +127,16 @@ def open_disk(options: ServeOptions) -> DiskCache | None:
     """Open the cache on disk; None without --kv-cache-disk. Raises OptionError for a directory that cannot be used."""
     if options.kv_cache_disk is None:
         return None
-    place = options.kv_cache_directory
-    if place is None:
-        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-compress" / "kv-cache"
+    try:
+        place = options.kv_cache_directory or _user_caches() / "moe-compress" / "kv-cache"
+    except RuntimeError as error:
+        raise OptionError("this user has no home directory for --kv-cache-disk; give --kv-cache-directory") from error
     return DiskCache(place, options.kv_cache_disk)
+
+
+def _user_caches() -> Path:
+    """Return the user's cache directory. Raises RuntimeError for a user without a home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def models_of(options: ServeOptions, disk: DiskCache | None = None) -> Models[Service]:

@@ -359,6 +359,42 @@ def test_requests_that_arrive_together_read_the_disk_once(engine: Engine, disks:
     assert_all_free(again)
 
 
+@pytest.mark.parametrize("end", ["cancelled", "failed", "preempted"])
+def test_a_request_may_end_while_its_blocks_arrive(
+    engine: Engine, disks: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Blocks that arrive afterwards are put nowhere: their places may belong to others."""
+    request = Request(prompt(30), 3, ignore_end_tokens=True)
+    scheduler = scheduler_for(engine, disk=disks())
+    tokens, *_ = ask(scheduler, engine, request)
+    scheduler = scheduler_for(engine, disk=restarted(scheduler, disks))
+    answers, read = threading.Event(), KeptFiles.read
+    monkeypatch.setattr(KeptFiles, "read", lambda *given: answers.wait(30) and read(*given))
+    served = Served(scheduler, engine, request)
+    scheduler.step()
+    on_disk = scheduler.on_disk
+    assert on_disk is not None and on_disk.is_arriving(served.state)
+    (arriving,) = on_disk._arriving
+    if end == "cancelled":
+        scheduler.cancel(served.state)
+    elif end == "failed":
+        scheduler.fail("told so")
+    else:
+        scheduler._preempt(served.state)
+    answers.set()
+    if end != "preempted":
+        wait_until(lambda: arriving.reading.has_news)
+        assert served.state.finished
+        assert_all_free(scheduler)
+    scheduler.step()
+    assert arriving not in on_disk._arriving and arriving.reading.is_over
+    run_to_end(scheduler)
+    assert ask(scheduler, engine, request)[::2] == (tokens, 28)
+    if end == "preempted":
+        assert served.tokens == tokens and scheduler.cached_tokens == 28, "what it finds after its start does not count"
+    assert_all_free(scheduler)
+
+
 def test_many_requests_in_little_memory_get_what_they_get_alone(engine: Engine, disks: Callable[..., DiskCache]) -> None:
     """Prompts with equal beginnings in a cache that preempts, evicts and reads again all the time."""
     choose = random.Random(1)

@@ -175,3 +175,10 @@ def test_the_default_directory_is_that_of_the_user(tmp_path: Path, monkeypatch: 
         disk.close()
         assert sorted(os.listdir(tmp_path / expected / "moe-compress" / "kv-cache")) == ["lock", "secret"]
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(OptionError, match="give --kv-cache-directory"):
+        open_disk(ServeOptions(kv_cache_disk=1000))
