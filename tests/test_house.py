@@ -22,6 +22,7 @@ ENGINE = (
     "kernels",
     "families",
     "checkpoint",
+    "expert_cache",
     "decoder",
     "passes",
     "transformers_models",
