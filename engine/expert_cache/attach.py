@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from engine.decoder.routing import Selection
 from engine.errors import OptionError, UnsupportedError
 from engine.expert_cache.cache import ExpertCache
 from engine.expert_cache.places import FileMemories
+from engine.kernels.kernel_choice import DECODING
 from engine.kernels.quantized_weight import Weight
 from engine.passes.memory_need import MemoryDemand, batch_bytes
 
@@ -41,10 +43,10 @@ class Residency:
     def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any) -> None:
         """As `__call__`, on arrays of NumPy, which a miss threshold changes in place."""
         self._cache.require(self._layer, chosen_TS, weights_TS)
-        if self._following is not None and self._cache.reads_ahead:
+        if self._following is not None and self._cache.awaits(self._following[0]):
             layer, block = self._following
-            numbers_TS = block.logits(x_TD).topk(min(chosen_TS.shape[1], len(block.experts)), sorted=False).indices
-            self._cache.expect(layer, numbers_TS.unique().tolist() if len(x_TD) > 1 else numbers_TS[0].tolist())
+            slots, logits_TN = min(chosen_TS.shape[1], len(block.experts)), block.logits(x_TD, DECODING).float().numpy()
+            self._cache.expect(layer, np.unique(np.argpartition(logits_TN, -slots)[:, -slots:]).tolist())
 
 
 def check_limited(checkpoint: object, device: torch.device, *, predicts: bool) -> None:

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from engine.errors import OptionError
+from engine.expert_cache.figures import LayerFigures
 from engine.expert_cache.places import FileMemories, bytes_of, largest_layer_bytes
 from engine.expert_cache.policies import DEFAULT, POLICIES, Key
 from engine.expert_cache.readers import AHEAD, NOW, Loading, Readers
@@ -33,31 +34,10 @@ HEADROOM_BYTES = 48 << 20
 """Allowance for what a step needs beyond what was resident when it began, besides activations."""
 LEAST_PRECISION = 0.5
 """Share of the predicted experts that must be chosen for reading ahead to go on: every other read takes the disk's time."""
-_PRECISION_MEMORY = 0.95
-"""Weight of the past in the precision of the predictions for a layer."""
-
-
-@dataclass
-class LayerFigures:
-    """Counts of one layer. An expert counts once for each step that uses it, however many tokens do."""
-
-    layer: int
-    uses: int = 0
-    """Experts that steps used or left out."""
-    hits: int = 0
-    """Experts that were in memory, read ahead or not."""
-    late: int = 0
-    """Experts that were being read ahead, and had to be waited for."""
-    read: int = 0
-    """Experts that were read when they were asked for."""
-    left_out: int = 0
-    """Experts that the miss threshold left out, in slots of tokens."""
-    read_ahead: int = 0
-    """Experts that were read before the layer was reached."""
-    wasted: int = 0
-    """Experts among them that the layer did not use."""
-    read_bytes: int = 0
-    waited_seconds: float = 0.0
+LEAST_MISSES = 0.05
+"""Experts that a step of a layer must lack on average for a prediction to be worth its time."""
+_MEMORY = 0.95
+"""Weight of the past in the averages of a layer: of its misses, and of the precision of the predictions for it."""
 
 
 class ExpertCache:
@@ -94,13 +74,23 @@ class ExpertCache:
         self._predicted: dict[int, list[Key]] = {}
         """Predicted experts that were not in memory, by layer, whether or not they were read."""
         self._precision: dict[int, float] = {}
-        self.figures = {layer: LayerFigures(layer) for layer in dict.fromkeys(layer for layer, _ in self._places)}
-        self._first = min(self.figures)
+        self._misses: dict[int, float] = {}
+        self._first = min(layer for layer, _ in self._places)
+        self.figures: dict[int, LayerFigures] = {}
+        self.count_anew()
         self.held_bytes = 0
         """Bytes of the experts that are in memory or on their way."""
         self._other = resident()
         """The most bytes of everything else so far."""
-        least = largest_layer_bytes(self._places)
+        self._check()
+
+    def count_anew(self) -> None:
+        """Set all figures to zero."""
+        self.figures = {layer: LayerFigures(layer) for layer in dict.fromkeys(layer for layer, _ in self._places)}
+
+    def _check(self) -> None:
+        """Raise OptionError unless the experts of each layer fit together."""
+        least, limit = largest_layer_bytes(self._places), self.limit
         if self.capacity < least:
             needed = self._other + self._headroom + least
             raise OptionError(
@@ -115,9 +105,19 @@ class ExpertCache:
         return self.limit - self._other - self._headroom
 
     @property
+    def spare_bytes(self) -> int:
+        """Bytes that the limit leaves beside everything else and the experts of one layer."""
+        return max(0, self.capacity - largest_layer_bytes(self._places))
+
+    @cached_property
+    def expert_sizes(self) -> dict[Key, int]:
+        """Bytes of each expert in the files."""
+        return {key: bytes_of(parts) for key, parts in self._places.items()}
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of all experts in the files."""
-        return sum(map(bytes_of, self._places.values()))
+        return sum(self.expert_sizes.values())
 
     @property
     def fixed_bytes(self) -> int:
@@ -125,9 +125,13 @@ class ExpertCache:
         return self._memories.fixed_bytes
 
     def reserve(self, size: int) -> None:
-        """Make room for a cache of keys and values, or anything else of this size, which is allocated next."""
+        """Make room for a cache of keys and values, or anything else of this size, which is allocated next.
+
+        Raises OptionError if the experts of a layer do not fit beside it.
+        """
         self._settle()
         self._other = max(self._other, self._measured() - self.held_bytes + size)
+        self._check()
         self._shrink()
 
     def require(self, layer: int, chosen_TS: Any, weights_TS: Any) -> None:
@@ -150,6 +154,7 @@ class ExpertCache:
             self._policy.use(key)
         self._judge(layer, wanted)
         missing = [key for key in wanted if key not in self._resident]
+        self._misses[layer] = _MEMORY * self._misses.get(layer, 1.0) + (1 - _MEMORY) * len(missing)
         late = [key for key in missing if key in self._loading]
         figures.uses, figures.hits = figures.uses + len(wanted), figures.hits + len(wanted) - len(missing)
         figures.late, figures.read = figures.late + len(late), figures.read + len(missing) - len(late)
@@ -167,6 +172,10 @@ class ExpertCache:
         self._readers.wait([self._loading[key] for key in missing])
         self._settle()
         figures.waited_seconds += time.perf_counter() - started
+
+    def awaits(self, layer: int) -> bool:
+        """Whether a prediction of the experts that a layer will use next is worth its time."""
+        return self.reads_ahead and self._misses.get(layer, 1.0) >= LEAST_MISSES
 
     def expect(self, layer: int, numbers: Iterable[int]) -> None:
         """Read experts ahead that a layer will probably use next, where such predictions have been good enough."""
@@ -208,7 +217,7 @@ class ExpertCache:
         predicted = self._predicted.pop(layer, [])
         if predicted:
             share = sum(key in wanted for key in predicted) / len(predicted)
-            self._precision[layer] = _PRECISION_MEMORY * self._precision.get(layer, 1.0) + (1 - _PRECISION_MEMORY) * share
+            self._precision[layer] = _MEMORY * self._precision.get(layer, 1.0) + (1 - _MEMORY) * share
         self.figures[layer].wasted += sum(key not in wanted for key in self._ahead.pop(layer, ()))
 
     def _begin(self, key: Key, urgency: int, pinned: Container[Key]) -> bool:

@@ -447,6 +447,8 @@ class Engine:
         sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, decode) for prompt in ids]
         if self.skip_counter is not None:
             self.skip_counter.reset()
+        if self.expert_cache is not None:
+            self.expert_cache.count_anew()
         inputs = [prompt.inputs for prompt in read if prompt.inputs]
         self._last = Batch(self, sequences, max_new_tokens, sampling, started, inputs)
         return self._last

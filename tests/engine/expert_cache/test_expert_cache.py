@@ -20,6 +20,7 @@ from engine.expert_cache import cache as cache_module
 from engine.expert_cache import places
 from engine.expert_cache.attach import check_limited, open_limited
 from engine.expert_cache.cache import ExpertCache
+from engine.expert_cache.figures import LayerFigures, report
 from engine.expert_cache.places import bytes_of, largest_layer_bytes
 from engine.generation.generate import Engine
 from engine.kernels.kernel_choice import block_types_multiplied
@@ -221,6 +222,15 @@ def test_room_for_something_else_is_made_at_once(cache: ExpertCache) -> None:
     cache._measured = lambda: cache.held_bytes
     cache.reserve(held // 2)
     assert cache.held_bytes <= held // 2 + (cache.limit - cache._headroom - held)
-    cache.reserve(1 << 40)
-    with pytest.raises(OptionError, match="left for experts, and layer 0 uses 6 experts at once"):
+    with pytest.raises(OptionError, match="for the experts of one layer"):
+        cache.reserve(1 << 40)
+    with pytest.raises(OptionError, match="left for experts, and layer 0 uses 6 at once"):
         require(cache, 0, [[0, 1, 2, 3, 4, 5]])
+
+
+def test_totals_and_rates_of_two_layers() -> None:
+    layers = [LayerFigures(0, uses=4, hits=1, read=3, read_bytes=300, waited_seconds=0.5), LayerFigures(3, uses=4, hits=4)]
+    found = report(layers, tokens=2, seconds=2.0)
+    assert found["expert_hit_rate"] == 5 / 8 and found["expert_hit_rate_per_layer"] == [0.25, 1.0]
+    assert found["expert_bytes_read_per_token"] == 150 and found["waiting_for_experts_share"] == 0.25
+    assert report([LayerFigures(0)], tokens=0, seconds=0.0)["expert_hit_rate"] is None
