@@ -26,6 +26,7 @@ ENGINE = (
     "passes",
     "transformers_models",
     "onnx",
+    "expert_cache",
     "generation",
     "batching",
     "replies",

@@ -33,7 +33,7 @@ FORMAT = 1
 """Version of the content of a block."""
 WAIT_SECONDS = 0.01
 """Time that a step waits for the disk at most, if it has nothing else to do."""
-_SOURCES = ("batching", "checkpoint", "decoder", "families", "generation", "kernels")
+_SOURCES = ("batching", "checkpoint", "decoder", "expert_cache", "families", "generation", "kernels")
 """Rooms of this package whose code determines keys and values."""
 _PACKAGES = ("torch", "numba", "triton")
 
@@ -164,6 +164,7 @@ def settings_digest(engine: Engine, checkpoint: Checkpoint, secret: bytes, sizes
         "model": checkpoint.identity(),
         "skip tables": hashlib.sha256(tables.read_bytes()).hexdigest() if tables.is_file() else "",
         "skip rule": engine.skip_rule,
+        "miss threshold": 0.0 if engine.expert_cache is None else engine.expert_cache.miss_threshold,
         "dtypes": [str(engine.dtype), str(engine.kv_cache_dtype)],
         "device": [engine.device.type, torch.backends.cpu.get_cpu_capability()],
         "source": _source_digest(),

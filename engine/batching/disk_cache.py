@@ -102,24 +102,27 @@ class Reading:
         """Read the blocks, in a thread of the cache."""
         done: list[str] = []
         for key in self._keys:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_cancelled or self._ahead < AHEAD_BYTES)
-                if self._is_cancelled:
-                    break
-            block = cache.read(key, self._counts, self._fits)
-            if block is None:
+            if not self._has_room() or (block := cache.read(key, self._counts, self._fits)) is None:
                 break
             done.append(key)
-            with self._changed:
-                if self._is_cancelled:
-                    break
-                self._arrived.append(block)
-                self._ahead += _bytes(block)
-                self._changed.notify_all()
+            self._add(block)
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
         cache.touch(done)
+
+    def _has_room(self) -> bool:
+        """Wait until another block may be read; return False if none is wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_cancelled or self._ahead < AHEAD_BYTES)
+            return not self._is_cancelled
+
+    def _add(self, block: Block) -> None:
+        with self._changed:
+            if not self._is_cancelled:
+                self._arrived.append(block)
+                self._ahead += _bytes(block)
+                self._changed.notify_all()
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from engine.batching.request import Listener, Load, Request
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler, described_error
 from engine.errors import BusyError, OptionError
+from engine.expert_cache.figures import totals
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars
 from engine.generation.text_stream import PlainText
@@ -159,6 +160,7 @@ class EngineLoop:
         scheduler = self._scheduler
         evaluated, skipped = scheduler.runner.counts
         counts = DiskCounts() if scheduler.on_disk is None else scheduler.on_disk.counts
+        cache = self._engine.expert_cache
         return Load(
             running=len(scheduler.running),
             waiting=len(self._arrived) + len(self._compiling) + len(scheduler.waiting),
@@ -179,6 +181,7 @@ class EngineLoop:
             kv_cache_disk_blocks_written=counts.written,
             kv_cache_disk_blocks_failed=counts.failed,
             kv_cache_disk_hits=counts.hits,
+            expert_cache=None if cache is None else totals(cache.figures.values()),
         )
 
     def _serve(self) -> None:

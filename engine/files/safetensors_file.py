@@ -161,7 +161,7 @@ class LoadedFile(SafetensorsFile):
         """Return the whole content."""
         if self._content is None:
             with reading(self.path, self.what) as file:
-                self._check_unchanged(file)
+                self.check_unchanged(file)
                 content = bytearray(self.size)
                 if file.readinto(content) != self.size:
                     raise CheckpointError(f"{self.path}: file changed while in use; start again once it is written")

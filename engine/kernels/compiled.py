@@ -7,7 +7,7 @@ be kept on disk. Weights are read in place, without a copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from ctypes import addressof, c_char
+from ctypes import addressof, c_char, c_void_p, cast
 from itertools import accumulate
 from typing import Any
 
@@ -29,9 +29,10 @@ from engine.kernels.parallel import TABLE_ADDRESS, threads_used, use_threads
 from engine.kernels.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.products import PRODUCTS
 from engine.kernels.rounded_vectors import ROUNDED
-from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
+from engine.kernels.step import BEFORE_EXPERTS, HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
 
 __all__ = [
+    "BEFORE_EXPERTS",
     "BLOCKS",
     "BLOCK_KINDS",
     "GROUP_SIZES",
@@ -312,6 +313,7 @@ def decode(
     shape: tuple[int, int],
     thresholds_T: Any,
     seen: tuple[Any, Any, Any, Any] | None = None,
+    before_experts: Any = None,
 ) -> None:
     """Compute all layers of a decoder for the next position of each sequence, or for the next few positions of one sequence.
 
@@ -321,7 +323,7 @@ def decode(
     `attend`. angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`, and the kind of query and key norms. scalars: ε
     of the norms, factor of the scores, and factor of each addition to the residual. shape: T and D. thresholds_T: float32,
     the thresholds of adaptive skipping. seen: arrays that receive the choices and weights [layers, T, S], the inputs
-    [layers, T, D] and the logits [layers, T, N] of the experts.
+    [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a `step.BEFORE_EXPERTS`.
     """
     (tokens, hidden), (blocks_BM, past_B, block_size), (heads, groups, size, group_stride, norms) = shape, places, sizes
     caches_L = np.array(caches, np.int64)
@@ -349,6 +351,7 @@ def decode(
         head_norms=norms,
         threads=threads_used(),
         thresholds=_address(thresholds_T),
+        before_experts=0 if before_experts is None else cast(before_experts, c_void_p).value,
         **dict(zip(("epsilon", "scale", "residual"), scalars, strict=True)),
     )
     if seen is not None:

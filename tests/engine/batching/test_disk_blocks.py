@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,7 +310,9 @@ def test_other_keys_thresholds_and_settings_find_nothing(
     assert ask(scheduler_for(engine, disk=disk), engine, request)[2] == 20
 
 
-def test_another_model_and_another_secret_have_other_keys(directory: Path, engine: Engine, tmp_path: Path) -> None:
+def test_another_model_and_another_secret_have_other_keys(
+    directory: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = engine.checkpoint
     assert isinstance(checkpoint, Checkpoint)
     own = settings_digest(engine, checkpoint, b"secret", {})
@@ -318,6 +321,9 @@ def test_another_model_and_another_secret_have_other_keys(directory: Path, engin
     assert own != settings_digest(engine, checkpoint, b"secret", {"block": 4})
     for options in ({"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}, {"skip_rule": "naee"}):
         assert own != settings_digest(Engine.open(directory, device="cpu", **options), checkpoint, b"secret", {}), options
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "expert_cache", SimpleNamespace(miss_threshold=0.1))
+        assert own != settings_digest(engine, checkpoint, b"secret", {}), "light experts may have been left out"
     weights = directory / "model.safetensors"
     before = weights.stat()
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
