@@ -163,6 +163,11 @@ class DiskCache:
         return self._files.secret
 
     @property
+    def memory_bytes(self) -> int:
+        """Maximum bytes of the blocks that are in memory on their way to or from the disk, but for the last ones."""
+        return MOST_QUEUED_BYTES + READERS * AHEAD_BYTES
+
+    @property
     def limit(self) -> int:
         """Maximum bytes on disk."""
         return self._files.limit

@@ -105,7 +105,7 @@ def load(options: ServeOptions, limit: int | None = None, disk: DiskCache | None
     )
     cache_bytes = options.kv_cache_bytes or default_kv_cache_bytes(engine, options, limit)
     if engine.expert_cache is not None:
-        engine.expert_cache.reserve(cache_bytes)
+        engine.expert_cache.reserve(cache_bytes + (disk.memory_bytes if disk is not None else 0))
     engine_loop = EngineLoop(
         engine,
         kv_cache_bytes=cache_bytes,

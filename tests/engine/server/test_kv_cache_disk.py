@@ -18,6 +18,7 @@ from server_for_tests import process, served, wait_for
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine.errors import OptionError
+from engine.expert_cache.cache import ExpertCache
 from engine.files.kept_files import KeptFiles
 from engine.server.options import ServeOptions
 from engine.server.serve import load, models_of, open_disk
@@ -151,6 +152,27 @@ def test_a_disk_that_hangs_holds_up_neither_requests_nor_health(
         wait_for(lambda: not disk._jobs)
     service.close()
     disk.close()
+
+
+def test_a_memory_limit_covers_the_blocks_on_their_way(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[int] = []
+    monkeypatch.setattr(ExpertCache, "reserve", lambda _, size: reserved.append(size))
+    options = ServeOptions(
+        models=(str(directory / "first"),),
+        kv_cache_bytes=1 << 20,
+        threads=1,
+        memory_limit=20 << 30,
+        kv_cache_disk=10 << 20,
+        kv_cache_directory=tmp_path,
+    )
+    disk = open_disk(options)
+    assert disk is not None
+    for given in (None, disk):
+        load(options, disk=given).close()
+    disk.close()
+    assert reserved == [1 << 20, (1 << 20) + (256 << 20) + 2 * (64 << 20)]
 
 
 def test_wrong_options_are_refused_before_any_work(directory: Path, tmp_path: Path) -> None:
