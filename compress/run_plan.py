@@ -23,7 +23,7 @@ from compress.methods.criterion import criterion_of
 from compress.options.plan_run import RunOptions
 from compress.report.figures import PhaseFigures, PlanRunFigures
 from compress.run.result import SKIP_TABLE_SEQUENCES
-from engine.checkpoint.block_float8 import block_of
+from engine.checkpoint.block_float8 import float8_of
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import is_hub_id, split
 from engine.checkpoint.model_directory import DEMO, DEMO_DIRECTORY
@@ -83,7 +83,7 @@ def planned_model(path: Path) -> Planned:
         raw, _ = language_model(load_json(path, "model config"))
         config, schemes, packed = decoder_config(raw), schemes_of(raw), is_packed(raw)
         Rotary(config)
-        float8 = None if schemes or packed else block_of(raw)
+        float8 = None if schemes or packed else float8_of(raw)
     except (CheckpointError, UnsupportedError) as error:
         where = "" if str(error).startswith(str(path)) else f"{path.parent}: "
         raise type(error)(f"{where}{error}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.block_float8 import block_of
+from engine.checkpoint.block_float8 import float8_of
 from engine.checkpoint.gguf import GgufModel
 from engine.checkpoint.hub import fetch, is_hub_id
 from engine.checkpoint.mxfp4 import is_packed
@@ -85,8 +85,8 @@ class ModelDirectory:
             """Config of the language model alone, and its wrapper in a multimodal model, whose other parts are not read."""
             self.schemes = schemes_of(self.raw_config)
             """Storage schemes of low-bit weights; empty if there are none."""
-            self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
-            """Block size of FP8 weights; None if there are none."""
+            self.float8 = None if self.schemes or is_packed(self.raw_config) else float8_of(self.raw_config)
+            """How FP8 weights are scaled; None if there are none."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
             check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
             check_rotary(self.config)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.checkpoint.block_float8 import dequantised
+from engine.checkpoint.block_float8 import SCALE_TYPES, Float8, dequantised, dequantised_bytes, matrix_of_scales
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
 from engine.checkpoint.stacks import (
     packed_shapes,
@@ -22,13 +23,17 @@ from engine.families.config import DecoderConfig
 from engine.families.experts import Stack
 from engine.families.tensor_names import router_in_memory, router_tensor, shared_stacks, stacks_in_memory, stacks_on_disk
 from engine.families.tensor_shapes import expert_shapes, names_on_disk
-from engine.files.element_type import BFLOAT16, FLOAT8, FLOAT32, UINT8
+from engine.files.element_type import BFLOAT16, FLOAT8, UINT8
 from engine.files.mapped_file import MappedFile
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from engine.kernels.quantized_weight import LowBitWeight
+
+FP8, MXFP4 = "FP8", "MXFP4"
+"""Names of types of packed floats, as in engine/kernels/float_weight.py."""
 SAME_MODEL = "config.json and the weights must be of the same model"
 
 
@@ -38,27 +43,29 @@ class Scales:
 
     file: MappedFile
     name: str
-    block: tuple[int, int]
+    float8: Float8
 
     def check(self, view: StoredView, where: str) -> None:
-        """Raise a CompressError unless the scales match the blocks of the weight."""
+        """Raise a CompressError unless the scales match the weight."""
         entry, shape = self.file.entries[self.name], view.shape
         is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
-        if view.element != FLOAT8 or entry.element != FLOAT32 or not is_matrix:
+        if view.element != FLOAT8 or entry.element not in SCALE_TYPES or not is_matrix:
             raise UnsupportedError(
                 f"{where}: is {view.element} with scales of {entry.element}; quantized weights are read if they are "
-                f"{FLOAT8} matrices with scales of torch.float32; take the model's weights in bfloat16"
+                f"{FLOAT8} matrices with scales of {', '.join(map(str, SCALE_TYPES))}; take the model's weights in bfloat16"
             )
-        asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
-        if entry.shape != asked:
+        asked = self.float8.scales_shapes(shape)
+        if entry.shape not in asked:
+            block = self.float8.block
+            parts = "whole rows or tensors" if block is None else f"blocks of {list(block)}"
             raise CheckpointError(
-                f"{where}: has scales of shape {list(entry.shape)}, and {list(shape)} in blocks of {list(self.block)} asks "
-                f"for {list(asked)}; {SAME_MODEL}"
+                f"{where}: has scales of shape {list(entry.shape)}, and {list(shape)} in {parts} asks for "
+                f"{' or '.join(str(list(each)) for each in asked)}; {SAME_MODEL}"
             )
 
-    def applied(self, values_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weight, [O, I]."""
-        return dequantised(values_OI, self.file.tensor(self.name), self.block, dtype)
+    def of(self, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, int]]:
+        """Return the scales of a weight of this shape in float32 [P, Q], and the rows and columns of a block."""
+        return matrix_of_scales(self.file.tensor(self.name), self.float8.block, shape)
 
 
 class StoredView:
@@ -94,7 +101,24 @@ class StoredView:
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor. `dtype`: that of a weight which is computed from blocks; None for `element`."""
         tensor = self.file.tensor(self.stored_name)
-        return tensor if self.scales is None else self.scales.applied(tensor, self.element.torch)
+        return tensor if self.scales is None else dequantised(tensor, *self.scales.of(self.shape), self.element.torch)
+
+    def weight(self, kinds: Container[str]) -> LowBitWeight | None:
+        """Return the matrix as it is stored, mapped; None if it is plain, or the kernels do not multiply it so.
+
+        kinds: names of the types that the compiled kernels multiply.
+        """
+        if self.scales is None or FP8 not in kinds:
+            return None
+        import torch  # here: headers are read without it
+
+        from engine.kernels.float_weight import FloatWeight, fits_kernels
+
+        scales, block = self.scales.of(self.shape)
+        if not fits_kernels(FP8, self.shape, block):
+            return None
+        values = self.file.tensor(self.stored_name).view(torch.uint8)
+        return FloatWeight(values, scales, FP8, self.shape[1], partial(dequantised_bytes, block=block), block=block)
 
 
 class _StackedView(StoredView):

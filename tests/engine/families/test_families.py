@@ -716,8 +716,9 @@ WEIGHT = "model.layers.2.mlp.experts.3.up_proj.weight"
     [
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
         ({"fmt": "e5m2"}, "fmt='e5m2'"),
-        ({"activation_scheme": "static"}, "activation_scheme='static'"),
-        ({"weight_block_size": None}, "weight_block_size=None"),
+        ({"activation_scheme": "token"}, "activation_scheme='token'"),
+        ({"weight_block_size": [128]}, "weight_block_size="),
+        ({"expert_dtype": "fp4"}, "expert_dtype='fp4'"),
     ],
 )
 def test_other_kinds_of_quantised_weights_are_refused_by_name(
@@ -734,7 +735,7 @@ def test_other_kinds_of_quantised_weights_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({f"{WEIGHT}_scale_inv": torch.ones(2, 2, dtype=torch.bfloat16)}, UnsupportedError, "scales of torch.bfloat16"),
+        ({f"{WEIGHT}_scale_inv": torch.ones(2, 2, dtype=torch.float64)}, UnsupportedError, "scales of torch.float64"),
         ({f"{WEIGHT}_scale_inv": torch.ones(2, 1)}, CheckpointError, r"scales of shape \[2, 1\]"),
         ({f"{WEIGHT}_scale_inv": None}, CheckpointError, f"{WEIGHT} is torch.float8_e4m3fn"),
         ({WEIGHT: torch.ones(16, 32)}, UnsupportedError, f"{WEIGHT}: is torch.float32 with scales"),
