@@ -1,7 +1,7 @@
 """FP8 weights with scales, read as plain weights or kept as they are stored.
 
-A scale holds for a block of rows and columns (DeepSeek-V3, arXiv 2412.19437, §3.3.2), for a row, or for the whole tensor. It is
-stored in float32, bfloat16, float16, or as a power of two in one byte (UE8M0).
+A scale holds for a block of rows and columns (DeepSeek-V3, arXiv 2412.19437, §3.3.2), for a row, or for the whole tensor. It
+is stored in float32, bfloat16, float16, or as a power of two in one byte (UE8M0).
 
 Only the storage format is supported. The rounding of activations in such a model's own kernels is left out: activations
 stay in the model's dtype, and static scales of activations are not read.
@@ -82,7 +82,9 @@ def float8_of(config: Mapping[str, Any]) -> Float8 | None:
     return Float8(None if block is None else (sizes[0], sizes[1]))
 
 
-def matrix_of_scales(scales: Tensor, block: tuple[int, int] | None, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, int]]:
+def matrix_of_scales(
+    scales: Tensor, block: tuple[int, int] | None, shape: tuple[int, ...]
+) -> tuple[Tensor, tuple[int, int]]:
     """Return the scales in float32 [P, Q], and the rows and columns of a block. shape: that of the weight."""
     wide = scales.float()
     if block is not None:

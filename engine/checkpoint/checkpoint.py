@@ -147,7 +147,9 @@ class Checkpoint(ModelDirectory):
         is_ignorable = _is_ignorable if self.gguf is None else self.gguf.is_ignorable
         not_read = ACTIVATION_SCALES if self.float8 is not None else ()
         extra = [
-            name for name in by_name if name not in used and not is_ignorable(name, self.config) and not name.endswith(not_read)
+            name
+            for name in by_name
+            if name not in used and not is_ignorable(name, self.config) and not name.endswith(not_read)
         ]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:

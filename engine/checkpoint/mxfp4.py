@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 BLOCK = 32
@@ -42,3 +43,8 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).bfloat16()
     powers[_NAN] = torch.nan
     return (pairs[blocks.int()].flatten(-2) * powers[scales.int()][..., None]).flatten(-2)
+
+
+def unpacked_rows(blocks_OB: Tensor, scales_OC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers [O, C · 32] of rows of blocks, rounded once to `dtype`."""
+    return unpacked(blocks_OB.unflatten(1, (-1, BYTES)), scales_OC).to(dtype)

@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.checkpoint.block_float8 import SCALE_TYPES, Float8, dequantised, dequantised_bytes, matrix_of_scales
-from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
+from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked, unpacked_rows
 from engine.checkpoint.stacks import (
     packed_shapes,
+    rows_taken,
     shared_names,
     shared_stack_shape,
     stack_shape,
@@ -157,9 +158,22 @@ class _PackedView(StoredView):
         return None
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        return unpacked(*(part.contiguous() for part in self._parts))
+
+    def weight(self, kinds: Container[str]) -> LowBitWeight | None:
+        """Return the projection as it is stored, mapped; None if it is a bias, or the kernels do not multiply it so."""
+        from engine.kernels.float_weight import FloatWeight, fits_kernels  # here: headers are read without torch
+
+        if MXFP4 not in kinds or len(self.shape) != 2 or not fits_kernels(MXFP4, self.shape):
+            return None
+        blocks_OCB, powers_OC = self._parts
+        return FloatWeight(blocks_OCB.flatten(1), powers_OC, MXFP4, self.shape[1], unpacked_rows)
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        """Blocks and scales as views, whose rows may lie apart."""
         stored = zip((self.file, self.powers), self.stored_names, strict=True)
-        parts = [taken(self.stack, file.tensor(name)[self.expert], self.place) for file, name in stored]
-        return unpacked(*parts)
+        return [rows_taken(self.stack, file.tensor(name)[self.expert], self.place) for file, name in stored]
 
 
 def views_of(config: DecoderConfig, by_name: Mapping[str, MappedFile]) -> dict[str, StoredView]:

@@ -108,7 +108,9 @@ class _Vector:
         return add_product(builder, total, weights, load(builder, place, FLOATS))
 
 
-def _row_products(builder: Any, matrix: _Matrix, row: tuple[Any, Any], vectors: list[_Vector], inputs: Any, pairs: bool) -> Any:
+def _row_products(
+    builder: Any, matrix: _Matrix, row: tuple[Any, Any], vectors: list[_Vector], inputs: Any, pairs: bool
+) -> Any:
     """Return for each vector a register of 16 partial sums, which add up to its product with one matrix row.
 
     row: the addresses of the row's numbers and of its scales.
@@ -176,7 +178,7 @@ def _product(kind: FloatKind, *, pairs: bool) -> Any:
                     sums: list[Any] = []
                     for matrix_row in range(MULTIPLE_OF_OUTPUTS // taken):
                         number = builder.add(begin, builder.add(first, INDEX(matrix_row)))
-                        sums += _row_products(builder, matrix, matrix.addresses(number), vectors, inputs, pairs)
+                        sums += _row_products(builder, matrix, matrix.addresses(number), vectors, inputs, pairs=pairs)
                     for number, total in enumerate(added_up(builder, sums)):
                         r, matrix_row = number % taken, number // taken
                         own_row = builder.mul(builder.add(row, INDEX(r)), stride)

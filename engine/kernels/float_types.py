@@ -1,4 +1,4 @@
-"""Packed floats as instructions: numbers of 8 or 4 bits become registers of bfloat16 or float32, which represent them exactly.
+"""Packed floats as instructions: numbers of 8 or 4 bits become registers of bfloat16 or float32, which hold them exactly.
 
 Three storage types: E4M3 with a float32 scale for a block of rows and columns (FP8), E2M1 with a power of two for each 32
 weights (MXFP4, OCP Microscaling Formats v1.0), and E2M1 with an E4M3 scale for each 16 weights (NVFP4).
@@ -120,9 +120,7 @@ def wide_e4m3(builder: Any, data: Any) -> Any:
     sign = builder.shl(builder.and_(bits, _same(numbers, 0x80)), _same(numbers, 24))
     normal = builder.add(builder.shl(size, _same(numbers, 20)), _same(numbers, 120 << 23))
     small = builder.fmul(builder.uitofp(size, wide), ir.Constant(wide, [2.0**-9] * data.type.count), flags=IN_ORDER)
-    value = builder.select(
-        builder.icmp_unsigned("<", size, _same(numbers, 8)), builder.bitcast(small, numbers), normal
-    )
+    value = builder.select(builder.icmp_unsigned("<", size, _same(numbers, 8)), builder.bitcast(small, numbers), normal)
     is_nan = builder.icmp_unsigned("==", size, _same(numbers, _E4M3_NAN))
     value = builder.select(is_nan, _same(numbers, 0x7FC00000), value)
     return builder.bitcast(builder.or_(value, sign), wide)
@@ -144,12 +142,10 @@ def _e4m3_bits() -> list[int]:
 
 
 def _looked_up(builder: Any, places: Any, table: list[int]) -> Any:
-    """Return the byte of a table of 128 bytes at the place that the low seven bits of each of 64 bytes give (AVX512-VBMI)."""
+    """Return the byte of a table of 128 bytes at the place in the low seven bits of each of 64 bytes (AVX512-VBMI)."""
     kind = places.type
     look_up = ir.FunctionType(kind, [kind] * 3)
-    return builder.asm(
-        look_up, "vpermi2b $3, $2, $0", "=v,0,v,v", [places, _bytes(table[:64]), _bytes(table[64:])], False
-    )
+    return builder.asm(look_up, "vpermi2b $3, $2, $0", "=v,0,v,v", [places, _bytes(table[:64]), _bytes(table[64:])], False)
 
 
 def _pairs_of_bytes(builder: Any, data: Any) -> list[Any]:
@@ -160,9 +156,7 @@ def _pairs_of_bytes(builder: Any, data: Any) -> list[Any]:
     high = builder.or_(high, builder.and_(data, _same(data.type, 0x80)))
     made = []
     for half in range(2):
-        places = [
-            each for lane in range(4) for byte in range(8) for each in (16 * lane + 8 * half + byte,) * 2
-        ]
+        places = [each for lane in range(4) for byte in range(8) for each in (16 * lane + 8 * half + byte,) * 2]
         both = [place + (UNIT if index % 2 else 0) for index, place in enumerate(places)]
         mixed = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(INT, UNIT), both))
         made.append(builder.bitcast(mixed, INTS))
@@ -202,9 +196,7 @@ def _wide_e2m1(builder: Any, codes: Any) -> Any:
     sign = builder.shl(builder.and_(bits, _same(numbers, 8)), _same(numbers, 28))
     normal = builder.add(builder.shl(size, _same(numbers, 22)), _same(numbers, 126 << 23))
     small = builder.fmul(builder.uitofp(size, wide), ir.Constant(wide, [0.5] * LANES), flags=IN_ORDER)
-    value = builder.select(
-        builder.icmp_unsigned("<", size, _same(numbers, 2)), builder.bitcast(small, numbers), normal
-    )
+    value = builder.select(builder.icmp_unsigned("<", size, _same(numbers, 2)), builder.bitcast(small, numbers), normal)
     return builder.bitcast(builder.or_(value, sign), wide)
 
 
