@@ -45,7 +45,7 @@ _STEP = 256
 
 @dataclass(frozen=True)
 class Float8:
-    """What config.json says about the scales of FP8 weights."""
+    """The scales of FP8 weights, as config.json describes them."""
 
     block: tuple[int, int] | None
     """Rows and columns of a block; None for scales of whole rows or tensors, which their shapes tell apart."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.checkpoint.block_float8 import SCALE_TYPES, Float8, dequantised, dequantised_bytes, matrix_of_scales
+from engine.checkpoint.block_float8 import SCALE_TYPES, SUFFIXES, Float8, dequantised, dequantised_bytes, matrix_of_scales
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked, unpacked_rows
 from engine.checkpoint.stacks import (
     packed_shapes,
@@ -64,6 +64,10 @@ class Scales:
                 f"{' or '.join(str(list(each)) for each in asked)}; {SAME_MODEL}"
             )
 
+    def named(self, weight: str) -> str:
+        """Return the name that such scales of another weight have."""
+        return weight + next(suffix for suffix in SUFFIXES if self.name.endswith(suffix))
+
     def of(self, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, int]]:
         """Return the scales of a weight of this shape in float32 [P, Q], and the rows and columns of a block."""
         return matrix_of_scales(self.file.tensor(self.name), self.float8.block, shape)
@@ -98,6 +102,15 @@ class StoredView:
     def floats(self) -> tuple[MappedFile, str] | None:
         """The stored numbers that are finite if the weight is; None if the weight itself must be computed first."""
         return (self.file, self.stored_name) if self.scales is None else None
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """Return the stored tensors of a matrix in packed floats that lies alone, as those of a weight `name` are called;
+        empty for others.
+        """
+        if self.scales is None:
+            return {}
+        stored = {name: (self.file, self.stored_name), self.scales.named(name): (self.scales.file, self.scales.name)}
+        return {own: file.tensor(place) for own, (file, place) in stored.items()}
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor. `dtype`: that of a weight which is computed from blocks; None for `element`."""

@@ -155,8 +155,8 @@ def _row_products(
 def _product(kind: FloatKind, *, pairs: bool) -> Any:
     """Return a function like the kernels of `MULTIPLY`. Four vectors are multiplied at once, then two.
 
-    Four matrix rows are taken one after another with one vector, two with two, and one with four. The scales' address is that
-    of a FLOATS_OF_MATRIX.
+    Four matrix rows are taken one after another with one vector, two with two, and one with four. The address of the scales
+    is that of a FLOATS_OF_MATRIX.
     """
 
     def product(

@@ -40,8 +40,9 @@ class FloatWeight(LowBitWeight):
         block: tuple[int, int] | None = None,
         divisor: float = 1.0,
     ) -> None:
-        """dequantized(values, scales, dtype): returns the numbers. block: rows and columns of a block of FP8. divisor: of all
-        weights.
+        """dequantized(values, scales, dtype): returns the numbers. block: rows and columns of a block of FP8.
+
+        divisor: divides all weights.
         """
         super().__init__((values_OB.shape[0], inputs))
         self.register_buffer("values_OB", values_OB)

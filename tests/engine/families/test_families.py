@@ -700,11 +700,16 @@ def test_weights_in_float8_are_read_as_what_they_stand_for(float8: Any, made_of:
     (tmp_path / "pruned").mkdir()
     apply(pruning_plan({1: [0, 1], 2: [3]}), checkpoint, tmp_path / "pruned")
     pruned = Checkpoint(tmp_path / "pruned")
-    assert "quantization_config" not in pruned.raw_config and pruned.dtype("lm_head.weight") == torch.float32
+    assert pruned.raw_config["quantization_config"] == checkpoint.raw_config["quantization_config"]
+    assert (
+        load_file(tmp_path / "pruned" / "model.safetensors")[f"{WEIGHT.replace('.3.', '.0.')}"].dtype == torch.float8_e4m3fn
+    )
     assert torch.equal(pruned.tensor("model.layers.2.mlp.experts.0.up_proj.weight"), meant[WEIGHT])
     narrow = (narrowed_expert(3, [2, 15]), kept_expert(0))
     apply(Plan({1: narrow, 2: narrow}), checkpoint, tmp_path / "narrow")
-    units = Checkpoint(tmp_path / "narrow").tensor("model.layers.2.mlp.experts.0.up_proj.weight")
+    widened = Checkpoint(tmp_path / "narrow")
+    assert "quantization_config" not in widened.raw_config and widened.dtype("lm_head.weight") == torch.float32
+    units = widened.tensor("model.layers.2.mlp.experts.0.up_proj.weight")
     assert torch.equal(units, meant[WEIGHT][[2, 15]])
 
 

@@ -119,7 +119,7 @@ def test_products_are_those_of_the_naive_matrix(kind: str, gap: int) -> None:
 def test_widened_matrices_are_the_naive_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(kind, 36, inputs_of(kind), gap=3)
     monkeypatch.setattr("engine.kernels.linear.loaded_kernels", lambda: kernels)
-    # Value and scale have so few bits that float32 holds their product nearly always; then one rounding is left.
+    # Each weight is rounded once more after its product with the scale in float32, in both.
     assert torch.equal(plain(weight, torch.bfloat16), weight.dequantised(torch.bfloat16))
 
 
