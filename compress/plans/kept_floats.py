@@ -68,4 +68,13 @@ def float_config(config: Mapping[str, Any]) -> dict[str, Any]:
     entry = dict(config[CONFIG_KEY])
     if entry.get("activation_scheme") == "static":
         entry["activation_scheme"] = "dynamic"
+    if "config_groups" in entry:
+        entry["config_groups"] = {name: _without_static(group) for name, group in entry["config_groups"].items()}
     return {CONFIG_KEY: entry}
+
+
+def _without_static(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group of compressed-tensors' config, which rounds activations only where no stored scale is needed."""
+    activations = group.get("input_activations")
+    is_dynamic = isinstance(activations, dict) and activations.get("dynamic") is True
+    return dict(group) | {"input_activations": activations if is_dynamic else None}

@@ -17,6 +17,7 @@ from engine.checkpoint.block_float8 import ACTIVATION_SCALES, SUFFIXES, Float8
 from engine.checkpoint.gguf import GgufModel, GgufView
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.model_directory import ModelDirectory
+from engine.checkpoint.nvfp4 import Nvfp4View
 from engine.checkpoint.pack_quantized import PACKED, QuantizedView, counted_by_bits
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
@@ -123,10 +124,13 @@ class Checkpoint(ModelDirectory):
                 view.scales.check(view, f"{self.directory}: tensor {name}")
                 view.element = self._views[EMBEDDINGS].element
 
-    def _quantised_views(self, by_name: Mapping[str, MappedFile]) -> dict[str, QuantizedView]:
+    def _quantised_views(self, by_name: Mapping[str, MappedFile]) -> Mapping[str, StoredView | QuantizedView]:
         renamed = names_on_disk(self.config)
         on_disk = {name: renamed.get(name, name) for name in self.shapes}
         packed = {name: own for name, own in on_disk.items() if own + PACKED in by_name and own not in by_name}
+        if self.nvfp4 and EMBEDDINGS in self._views:
+            element = self._views[EMBEDDINGS].element
+            return {name: Nvfp4View(own, self.shapes[name], by_name, element) for name, own in packed.items()}
         if packed and not self.schemes:
             first = next(iter(packed.values()))
             raise CheckpointError(f"tensor {first}{PACKED} is packed, and config.json has no quantization_config for it")
@@ -145,7 +149,7 @@ class Checkpoint(ModelDirectory):
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         used |= {name for name in derived_tensors(self.config) if name in by_name}
         is_ignorable = _is_ignorable if self.gguf is None else self.gguf.is_ignorable
-        not_read = ACTIVATION_SCALES if self.float8 is not None else ()
+        not_read = ACTIVATION_SCALES if self.float8 is not None or self.nvfp4 else ()
         extra = [
             name
             for name in by_name

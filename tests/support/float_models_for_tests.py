@@ -78,6 +78,54 @@ def save_float8(
     write(path, stored, quantization)
 
 
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """Return an entry of compressed-tensors for weights of one group."""
+    own = {"type": "float", "symmetric": True, "dynamic": False, "actorder": None, "observer": "minmax"} | weights
+    rounded = {"num_bits": weights["num_bits"], "type": "float", "dynamic": "local" if weights["num_bits"] == 4 else True}
+    group = {"targets": ["Linear"], "format": form, "weights": own, "input_activations": rounded, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+def save_compressed_float8(path: Path, strategy: str) -> None:
+    """Save a tiny model in FP8 as compressed-tensors does, with scales in bfloat16 for `channel`, `tensor` or `block`."""
+    kind = {"channel": "rows", "tensor": "tensors", "block": "blocks"}[strategy]
+    save_float8("qwen3_moe", path, scales=kind, suffix="_scale")
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("_scale", "input_scale"))]:
+        tensors[name] = tensors[name].bfloat16().reshape([1] if kind == "tensors" else tensors[name].shape)
+        if name.endswith(".input_scale"):
+            del tensors[name]
+    block = [128, 128] if strategy == "block" else None
+    write(path, tensors, compressed("float-quantized", num_bits=8, strategy=strategy, block_structure=block))
+
+
+def save_nvfp4(path: Path) -> None:
+    """Save a tiny model in NVFP4 as compressed-tensors does, with static scales of activations that are not read."""
+    stored: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in save_half("qwen3_moe", path).items():
+        if any(part in name for part in KEPT):
+            stored[name] = tensor
+            continue
+        (outputs, inputs), module = tensor.shape, name.removesuffix("weight")
+        stored |= {
+            f"{name}_packed": torch.randint(0, 256, (outputs, inputs // 2), generator=generator).to(torch.uint8),
+            f"{name}_scale": (torch.rand(outputs, inputs // 16, generator=generator) * 100 + 20).to(torch.float8_e4m3fn),
+            f"{name}_global_scale": torch.rand(1, generator=generator) * 500 + 1000,
+            f"{module}input_global_scale": torch.ones(1),
+        }
+    write(path, stored, compressed("nvfp4-pack-quantized", num_bits=4, strategy="tensor_group", group_size=16))
+
+
 def save_mxfp4(path: Path) -> None:
     """Save a tiny GPT-OSS with experts as published: blocks and scales in the place of two stacks, and a matching config."""
     tensors, generator = save_half("gpt_oss", path), torch.Generator().manual_seed(0)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from family_matrix import logits_of, own_logits, worst
-from float_models_for_tests import save_float8
+from float_models_for_tests import save_compressed_float8, save_float8, save_nvfp4
 from safetensors.torch import load_file, save_file
 
 from compress.plans.apply import apply
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.errors import UnsupportedError
 
 KEPT = {0: [1, 4], 1: [0, 3], 2: [2, 5]}
 
@@ -70,6 +71,36 @@ def test_transformers_reads_the_result(kept: dict[int, list[int]], tmp_path: Pat
     for directory in ("full", "pruned"):
         theirs = logits_of(dequantized_by_transformers(tmp_path / directory))
         assert worst(own_logits(Checkpoint(tmp_path / directory)), theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", ["channel", "nvfp4"])
+def test_experts_of_compressed_tensors_stay_as_they_are(kind: str, tmp_path: Path) -> None:
+    """The scales of activations of NVFP4 are left out, and so the result asks for no rounding of them."""
+    if kind == "nvfp4":
+        save_nvfp4(tmp_path / "full")
+    else:
+        save_compressed_float8(tmp_path / "full", kind)
+    full, source = Checkpoint(tmp_path / "full"), load_file(tmp_path / "full" / "model.safetensors")
+    apply(pruning_plan(KEPT), full, tmp_path / "pruned")
+    made, result = load_file(tmp_path / "pruned" / "model.safetensors"), Checkpoint(tmp_path / "pruned")
+    parts = ("_packed", "_scale", "_global_scale") if kind == "nvfp4" else ("", "_scale")
+    for part in parts:
+        names = [f"model.layers.2.mlp.experts.{expert}.down_proj.weight{part}" for expert in (1, 5)]
+        assert torch.equal(stored_bytes(made[names[0]]), stored_bytes(source[names[1]]))
+    assert not any("input" in name.split(".")[-1] for name in made)
+    (before,), (after,) = (each.raw_config["quantization_config"]["config_groups"].values() for each in (full, result))
+    assert after == before | ({"input_activations": None} if kind == "nvfp4" else {})
+    assert result.bytes == sum(tensor.nbytes for tensor in made.values())
+    own, other = "model.layers.0.mlp.experts.1.gate_proj.weight", "model.layers.0.mlp.experts.4.gate_proj.weight"
+    assert torch.equal(result.tensor(own), full.tensor(other))
+    narrow = PlannedExpert((Part((Source(0),), units=(0, 1, 5)),), (Source(0),))
+    plan = Plan(dict.fromkeys(range(3), (narrow, narrow)))
+    if kind == "nvfp4":
+        with pytest.raises(UnsupportedError, match="packed in groups of hidden units"):
+            apply(plan, full, tmp_path / "narrow")
+    else:
+        apply(plan, full, tmp_path / "narrow")
+        assert "quantization_config" not in Checkpoint(tmp_path / "narrow").raw_config
 
 
 def test_a_model_with_mixed_experts_is_plain(tmp_path: Path) -> None:
