@@ -40,7 +40,7 @@ class PredictionTensor:
 
     def parts(self, name: str, *, packed: bool) -> dict[str, Tensor]:
         """Return the stored tensors of a copied matrix in packed floats, if the result has such; empty for others."""
-        return self.view.parts(name) if packed and self.entries is None else {}
+        return self.view.stored_parts(name) if packed and self.entries is None else {}
 
     @property
     def dtype(self) -> torch.dtype:

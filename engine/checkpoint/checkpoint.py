@@ -218,7 +218,7 @@ class Checkpoint(ModelDirectory):
     def float_parts(self, name: str, own: str) -> dict[str, Tensor]:
         """Return the stored tensors of a matrix in FP8 or NVFP4, as those of a weight `own` are called; empty for others."""
         view = self._views[name]
-        return view.parts(own) if isinstance(view, StoredView) else {}
+        return view.stored_parts(own) if isinstance(view, StoredView) else {}
 
     def packed(self, name: str) -> Tensor | None:
         """Return a stored stack of packed weights (its blocks or its scales), or None if there is no such tensor."""

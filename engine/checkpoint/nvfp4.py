@@ -73,7 +73,7 @@ class Nvfp4View(StoredView):
         """None: the weight itself is computed."""
         return None
 
-    def parts(self, name: str) -> dict[str, Tensor]:
+    def stored_parts(self, name: str) -> dict[str, Tensor]:
         """Return the stored tensors, as those of a weight `name` are called."""
         stored = zip((PACKED, SCALE, GLOBAL), self._files, self._names, strict=True)
         return {name + suffix: file.tensor(place) for suffix, file, place in stored}
@@ -111,4 +111,5 @@ def dequantised(packed_OB: Tensor, scales_OC: Tensor, dtype: torch.dtype, *, div
     numbers = torch.tensor([*MAGNITUDES, *(-number for number in MAGNITUDES)])
     wide_OI = torch.stack((numbers[(packed_OB & 15).int()], numbers[(packed_OB >> 4).int()]), dim=-1).flatten(1)
     scales = scales_OC.view(torch.float8_e4m3fn).float() / divisor
-    return wide_OI.unflatten(1, (-1, GROUP)).mul_(scales[:, :, None]).flatten(1).to(dtype)
+    weight_OI: Tensor = wide_OI.unflatten(1, (-1, GROUP)).mul_(scales[:, :, None]).flatten(1)
+    return weight_OI.to(dtype)

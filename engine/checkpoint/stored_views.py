@@ -103,7 +103,7 @@ class StoredView:
         """The stored numbers that are finite if the weight is; None if the weight itself must be computed first."""
         return (self.file, self.stored_name) if self.scales is None else None
 
-    def parts(self, name: str) -> dict[str, Tensor]:
+    def stored_parts(self, name: str) -> dict[str, Tensor]:
         """Return the stored tensors of a matrix in packed floats that lies alone, as those of a weight `name` are called;
         empty for others.
         """
