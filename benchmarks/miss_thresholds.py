@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def measured(model: str, tokens_SL: torch.Tensor, share: float, threshold: float
     total, count = 0.0, 0
     for row_L in tokens_SL:
         kept = engine.new_cache(1, LENGTH)
-        for token, following in zip(row_L[:-1], row_L[1:], strict=True):
+        for token, following in pairwise(row_L):
             logits_V = engine.step(token[None], None, kept)[0].float()
             total, count = total + float(logits_V.logsumexp(-1) - logits_V[following]), count + 1
     found = totals(cache.figures.values())
