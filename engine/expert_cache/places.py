@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +17,9 @@ from engine.families.tensor_names import expert_parts, expert_tensor
 from engine.kernels.quantized_weight import Weight
 
 SMALL_BYTES = 16_384
-"""Tensors of experts up to this size are always in memory: shapes, biases and short scales."""
+"""Tensors of which an expert has so much or less are always in memory: shapes, biases and short scales."""
+_MOST_WIDENING = 4
+"""Times that a scale may grow when it is converted: from one byte to float32."""
 
 
 class Part(NamedTuple):
@@ -46,37 +49,47 @@ class FileMemories:
             for layer, count in config.experts_by_layer.items()
             for expert in range(count)
         }
-        routed = {stored for own in names.values() for name in own for stored in checkpoint.stored_names(name)}
-        used = {stored for name in checkpoint.shapes for stored in checkpoint.stored_names(name)}
+        stored_of = checkpoint.stored_names
+        users = Counter(stored for own in names.values() for stored in {each for name in own for each in stored_of(name)})
+        used = {stored for name in checkpoint.shapes for stored in stored_of(name)}
         self.fixed_bytes = 0
+        self._fixed: dict[str, Part] = {}
+        """Stored tensors that stay in memory, by name."""
         for memory, file in zip(self._all, checkpoint.files, strict=True):
             for name in sorted(used & file.entries.keys()):
                 entry = file.entries[name]
-                if entry.nbytes and (name not in routed or entry.nbytes <= SMALL_BYTES):
-                    self.fixed_bytes += memory.hold(Extent(entry.begin, entry.end))
-                    memory.read(Extent(entry.begin, entry.end))
+                if entry.nbytes and (name not in users or entry.nbytes // users[name] <= SMALL_BYTES):
+                    self._fixed[name] = Part(memory, Extent(entry.begin, entry.end))
+                    self.fixed_bytes += memory.hold(self._fixed[name].extent)
+                    memory.read(self._fixed[name].extent)
         self.places: Places = {}
         for key, own in names.items():
-            parts = self._parts([tensor for name in own for tensor in _tensors(weights(name))])
-            if parts is None:
+            parts = [self._parts(weights(name), stored_of(name)) for name in own]
+            if None in parts:
                 raise UnsupportedError(
                     f"{checkpoint.directory}: experts are converted or rearranged when they are read, and --memory-limit "
                     "reads them again and again; write them as they are computed (compress layout), or leave out the limit"
                 )
-            self.places[key] = parts
+            self.places[key] = tuple(_merged(part for each in parts if each is not None for part in each))
         _check_apart(self.places.values())
 
-    def _parts(self, tensors: Sequence[Tensor]) -> tuple[Part, ...] | None:
-        """Return the parts that these tensors cover, without small ones; None if a tensor lies elsewhere."""
-        found: dict[int, list[Extent]] = {}
-        for tensor in tensors:
-            if tensor.nbytes <= SMALL_BYTES:
-                continue
-            place = next((n for n, memory in enumerate(self._all) if memory.holds(tensor.data_ptr())), None)
-            if place is None:
+    def _parts(self, weight: Weight, stored: Iterable[str]) -> list[Part] | None:
+        """Return the parts that a weight covers, without those that stay in memory; None if the weight is a copy.
+
+        stored: the names of the tensors that it is made of. Copies of those that stay in memory are no copies of the others.
+        """
+        fixed = [self._fixed[name] for name in stored if name in self._fixed]
+        if len(fixed) == len(tuple(stored)):
+            return []
+        found = []
+        for tensor in _tensors(weight):
+            memory = next((memory for memory in self._all if memory.holds(tensor.data_ptr())), None)
+            if memory is not None:
+                part = Part(memory, memory.extent_of(tensor))
+                found += [] if any(_covers(own, part) for own in fixed) else [part]
+            elif tensor.nbytes > max((own.extent.size * _MOST_WIDENING for own in fixed), default=0):
                 return None
-            found.setdefault(place, []).append(self._all[place].extent_of(tensor))
-        return tuple(Part(self._all[place], extent) for place, own in found.items() for extent in _merged(own))
+        return found
 
     def close(self) -> None:
         """Close the files."""
@@ -101,15 +114,24 @@ def _tensors(weight: Weight) -> list[Tensor]:
     return [weight] if isinstance(weight, Tensor) else list(weight.buffers())
 
 
-def _merged(extents: Iterable[Extent]) -> list[Extent]:
-    """Return the same bytes in as few extents as possible, in order."""
-    merged: list[Extent] = []
-    for extent in sorted(extents):
-        if merged and extent.begin <= merged[-1].end:
-            merged[-1] = Extent(merged[-1].begin, max(extent.end, merged[-1].end))
-        else:
-            merged.append(extent)
-    return merged
+def _covers(whole: Part, part: Part) -> bool:
+    """Whether one part contains another."""
+    is_inside = whole.extent.begin <= part.extent.begin and part.extent.end <= whole.extent.end
+    return whole.memory is part.memory and is_inside
+
+
+def _merged(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the same bytes in as few parts as possible, in order."""
+    memory, extent = None, Extent(0, 0)
+    for part in sorted(parts, key=lambda part: (id(part.memory), part.extent)):
+        if part.memory is memory and part.extent.begin <= extent.end:
+            extent = Extent(extent.begin, max(part.extent.end, extent.end))
+            continue
+        if memory is not None:
+            yield Part(memory, extent)
+        memory, extent = part
+    if memory is not None:
+        yield Part(memory, extent)
 
 
 def _check_apart(experts: Iterable[tuple[Part, ...]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import attention, block_products, expert_panels, experts, low_bit, panels, step
+from engine.kernels import attention, block_products, expert_panels, experts, float_products, low_bit, panels, step
 from engine.kernels import gated_delta as delta_kernels
 from engine.kernels import mamba2 as mamba2_kernels
 from engine.kernels import products as product_kernels
@@ -22,6 +22,7 @@ from engine.kernels.block_types import BLOCK_KINDS
 from engine.kernels.cache_directory import cache_directory
 from engine.kernels.compiling import KERNELS, Kernel, prepare
 from engine.kernels.experts import EXPERT, EXPERTS
+from engine.kernels.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
 from engine.kernels.forms import BLOCKS, MIXED, PLAIN, Form, form_address, form_kernels, own_forms
 from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.panels import multiplies_many
@@ -35,6 +36,7 @@ __all__ = [
     "BEFORE_EXPERTS",
     "BLOCKS",
     "BLOCK_KINDS",
+    "FLOAT_KINDS",
     "GROUP_SIZES",
     "HEAD_NORM",
     "KERNELS",
@@ -46,7 +48,9 @@ __all__ = [
     "NO_NORM",
     "PLAIN",
     "ROUNDED",
+    "UNIT",
     "WHOLE_NORM",
+    "WHOLE_ROWS",
     "WITHOUT_GATE",
     "attend",
     "block_products",
@@ -54,6 +58,7 @@ __all__ = [
     "decode",
     "dequantized",
     "expert_table",
+    "float_products",
     "form_address",
     "gated_delta",
     "load_parts",

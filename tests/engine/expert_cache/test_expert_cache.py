@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import reference_model, save_reference
+from float_models_for_tests import save_compressed_float8, save_float8, save_mxfp4, save_nvfp4
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -72,6 +74,34 @@ def test_a_family_computes_the_same(family: str, tmp_path: Path) -> None:
     have_come_back = sum(each.read_bytes for each in figures) > cache.expert_bytes
     assert have_come_back or family not in MANY_LAYERS
     assert cache.held_bytes <= cache.capacity
+    cache.close()
+
+
+FORMS: dict[str, Callable[[Path], None]] = {
+    "mxfp4": save_mxfp4,
+    "nvfp4": save_nvfp4,
+    "fp8 of rows": partial(save_float8, "qwen3_moe", scales="rows"),
+    "fp8 of powers": partial(save_float8, "deepseek_v3", scales="powers"),
+    "fp8 of channels": partial(save_compressed_float8, strategy="channel"),
+}
+"""Packed floats, which are read as they are stored; some of their scales are converted."""
+
+
+@pytest.mark.parametrize("small", [64, 8192])
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_floats_compute_the_same(form: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "SMALL_BYTES", small)
+    FORMS[form](tmp_path / "model")
+    try:
+        decoder, cache = limited(tmp_path / "model", torch.bfloat16)
+    except UnsupportedError:
+        assert small == 64, "scales that are larger than what stays in memory, and converted"
+        return
+    checkpoint = Checkpoint(tmp_path / "model")
+    blocks = block_types_multiplied(torch.bfloat16, torch.device("cpu"))
+    free = Decoder(checkpoint.config, checkpoint.weights(torch.bfloat16, "cpu", blocks))
+    assert torch.equal(logits(decoder), logits(free))
+    assert cache.expert_bytes > 0 or small == 8192
     cache.close()
 
 

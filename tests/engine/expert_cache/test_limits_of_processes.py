@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -106,6 +109,22 @@ def test_a_server_within_a_limit_answers_all_and_stays_healthy(model: Path) -> N
     counted = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("compress_expert"))
     assert float(counted["compress_experts_used_total"]) > float(counted["compress_experts_found_total"]) > 0
     assert float(counted["compress_expert_read_bytes_total"]) > 0
+
+
+@pytest.mark.slow
+def test_a_file_that_shrinks_ends_requests_and_not_the_server(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "model")
+    with process(
+        copy, "--memory-limit", str(LIMIT), "--kv-cache-memory", "8MB", "--max-model-len", "256", log=None
+    ) as found:
+        _, started = found
+        body = {"model": "model", "prompt": PROMPT, "max_tokens": 64, "temperature": 0}
+        fetched(f"{started['url']}/v1/completions", body)
+        os.truncate(copy / "model.safetensors", 8192)
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            fetched(f"{started['url']}/v1/completions", body | {"prompt": "class Other:"})
+        assert raised.value.code == 500 and "became shorter while in use" in raised.value.read().decode()
+        assert fetched(f"{started['url']}/health")
 
 
 def test_a_threshold_without_a_limit_of_one_model_is_refused() -> None:
