@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import importlib.metadata
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +67,18 @@ class DiskBlocks:
         cache.pool.keeper = self
 
     def keep(self, digest: bytes, block: int) -> None:
-        """Copy the content of a block that is about to be used for something else, unless it is on disk."""
+        """Copy the content of a block that is about to be used for something else, unless it is on disk. Never raises."""
         key = self._key(digest)
         if key in self._disk:
             self._disk.touch([key])
-        elif not self._disk.takes(self._cache.block_bytes):
-            self.counts.failed += 1
-        else:
-            self._disk.write(key, self._cache.content(block), self.counts)
+            return
+        try:
+            if self._disk.takes(self._cache.block_bytes):
+                self._disk.write(key, self._cache.content(block), self.counts)
+                return
+        except Exception:  # such as too little memory for the copy: a request goes on without it
+            logging.getLogger(__name__).exception("a block of the key-value cache cannot be copied for the disk")
+        self.counts.failed += 1
 
     def forget(self, digest: bytes) -> None:
         """Remove a block from the disk, because its content may be wrong."""

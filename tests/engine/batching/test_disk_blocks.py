@@ -28,6 +28,7 @@ from engine.batching.scheduler import Scheduler
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.kv_cache import position_bytes
+from engine.decoder.paged_cache import PagedCache
 from engine.decoder.skip_tables import SkipTables
 from engine.errors import OptionError
 from engine.files import kept_files
@@ -266,6 +267,20 @@ def test_a_full_disk_is_one_line_and_no_error(
     assert scheduler.on_disk is not None and scheduler.on_disk.counts.failed and not files(disk)
     (line,) = caplog.records
     assert "No space left on device" in line.getMessage()
+
+
+def test_a_copy_that_fails_is_no_error_of_a_request(
+    engine: Engine, disks: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PagedCache, "content", fails)
+    cache_bytes = 12 * 4 * position_bytes(engine.checkpoint.config, engine.dtype)
+    scheduler = scheduler_for(engine, disk=disks(), kv_cache_bytes=cache_bytes, max_model_length=40)
+    for seed in range(2):
+        ask(scheduler, engine, Request(prompt(33, seed), 3, ignore_end_tokens=True))
+    assert scheduler.on_disk is not None and scheduler.on_disk.counts.failed >= 4 and "cannot be copied" in caplog.text
 
 
 def test_the_limit_holds_and_the_beginning_of_a_prompt_stays(engine: Engine, disks: Callable[..., DiskCache]) -> None:
