@@ -247,6 +247,8 @@ class DiskCache:
                 return block
             _LOG.warning("a block of the key-value cache on disk is not used: %s is not of this model", key)
         except CompressError as error:
+            if key not in self._files:
+                return None  # it was removed to make room meanwhile
             _LOG.warning("a block of the key-value cache on disk is not used: %s", error)
         except Exception:
             _LOG.exception("a block of the key-value cache on disk cannot be read")

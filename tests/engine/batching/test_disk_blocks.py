@@ -472,6 +472,23 @@ def test_models_that_share_nothing_are_served_without(
     assert not files(disks())
 
 
+def test_a_block_that_leaves_for_others_while_it_is_read_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, counts, read, name = DiskCache(tmp_path, LIMIT), disk_cache.DiskCounts(), KeptFiles.read, "0" * 64
+
+    def removed(files: KeptFiles, key: str) -> Any:
+        files.remove(key)
+        return read(files, key)
+
+    assert disk.write(name, {"a": torch.zeros(1)}, counts)
+    wait_until(lambda: counts.written == 1 and not disk._queued)
+    monkeypatch.setattr(KeptFiles, "read", removed)
+    assert disk.read(name, counts, lambda _: True) is None
+    assert counts.failed == 0 and not caplog.records
+    disk.close()
+
+
 def test_a_disk_has_one_owner_and_an_end(tmp_path: Path) -> None:
     disk = DiskCache(tmp_path, LIMIT)
     with pytest.raises(OptionError, match="another process uses this cache"):
