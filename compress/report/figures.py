@@ -97,6 +97,33 @@ class QuantizeFigures(ModelFigures, RoundingFigures):
     """Figures of `compress quantize`."""
 
 
+class LayoutFigures(TypedDict):
+    """Figures of `compress layout`. Shares and reads are None for a family whose stored experts are not known."""
+
+    artifact: str
+    method: str
+    order: str
+    """co-use or plain."""
+    experts_per_layer: list[int]
+    bytes: int
+    page_bytes: int
+    expert_bytes: int | None
+    """Stored bytes of the largest expert."""
+    reads_per_expert_before: int | None
+    """Most ranges of a file that an expert lies in; the next field is of the result."""
+    reads_per_expert_after: int | None
+    page_aligned_share_before: float | None
+    """Share of experts all of whose ranges begin and end on a page; the next field is of the result."""
+    page_aligned_share_after: float | None
+    neighbors_share_before: float | None
+    """Share of neighbors on the disk among pairs of experts that a token uses together; None without a text. The next field
+    is of the result."""
+    neighbors_share_after: float | None
+    note: str | None
+    seconds: float
+    peak_memory_bytes: int
+
+
 class SearchFigures(TypedDict):
     """Figures of NAEE's comparison of subsets."""
 
