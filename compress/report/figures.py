@@ -387,6 +387,47 @@ class PhaseFigures(TypedDict):
     memory_bytes: int
 
 
+class PolicyFigures(TypedDict):
+    """One policy of the expert cache, simulated."""
+
+    hit_rate: float
+    """Share of the experts of tokens that are in memory."""
+    read_bytes_per_token: float
+    read_seconds_per_token: float
+    tokens_per_second: float
+    """Where a token waits for its missing experts, one after the other with its computation."""
+    tokens_per_second_reading_ahead: float
+    """Where all reads happen during computation: no run is faster."""
+
+
+class DecodingFigures(PolicyFigures):
+    """Decoding within a limit of memory. Figures of PolicyFigures are those of `policy`."""
+
+    memory_limit_bytes: int
+    interpreter_bytes: int
+    resident_weights_bytes: int
+    """All weights but the routed experts."""
+    kv_cache_bytes: int
+    slot_bytes: int
+    """Stored bytes of the largest expert."""
+    slots: int
+    """Experts that the limit holds."""
+    experts: int
+    routing: str
+    """Where the experts of the simulated tokens are from."""
+    tokens_simulated: int
+    """The first half of them fills the cache and is not counted."""
+    disk_bytes_per_second: float
+    disk_source: str
+    memory_bytes_per_second: float
+    weights_bytes_per_token: int
+    compute_seconds_per_token: float
+    tokens_per_second_all_in_memory: float
+    policy: str
+    policies: dict[str, PolicyFigures]
+    """Every policy by name, and `best`, the best possible in hindsight."""
+
+
 class PlanRunFigures(TypedDict):
     """Figures of `compress plan-run`."""
 
@@ -409,3 +450,5 @@ class PlanRunFigures(TypedDict):
     device_memory_bytes: int
     fits: bool
     phases: list[PhaseFigures]
+    decoding: DecodingFigures | None
+    """Text from the model within --memory-limit; None without that."""
