@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Condition, Thread, current_thread
 
+from engine.batching.disk_cache import DiskCache, DiskCounts
 from engine.batching.options import QueueOptions
 from engine.batching.request import Listener, Load, Request
 from engine.batching.request_state import RequestState, Surroundings
@@ -41,20 +42,24 @@ class EngineLoop:
         max_queue: int = QueueOptions.max_queue,
         max_model_length: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        disk: DiskCache | None = None,
     ) -> None:
         """`max_model_length`: positions of the longest sequence; None for as many as the model and the cache have.
+
+        `disk`: where blocks of the KV cache go that leave the memory; None for nowhere.
 
         Raises OptionError for limits that cannot be met.
         """
         if max_queue < 1:
             raise OptionError(f"the queue is {max_queue}; it must be at least 1")
-        self._engine = engine
+        self._engine, self._disk = engine, disk
         self._scheduler = Scheduler(
             engine,
             kv_cache_bytes=kv_cache_bytes,
             max_batch_size=max_batch_size,
             max_model_length=max_model_length,
             prefill_chunk=prefill_chunk,
+            disk=disk,
         )
         self.max_model_length = self._scheduler.max_model_length
         tokenizer = copy.deepcopy(engine.tokenizer)  # other threads may use the engine's tokenizer at the same time
@@ -137,7 +142,10 @@ class EngineLoop:
             return self._changed.wait_for(lambda: not self._states, timeout)
 
     def stop(self) -> None:
-        """End all requests and wait for the thread to end, unless it is the calling thread."""
+        """End all requests and wait for the thread to end, unless it is the calling thread.
+
+        With a disk, the thread first hands the KV cache to it, for some seconds at most.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -151,6 +159,7 @@ class EngineLoop:
         """Return the current load and the counts since the start."""
         scheduler = self._scheduler
         evaluated, skipped = scheduler.runner.counts
+        counts = DiskCounts() if scheduler.on_disk is None else scheduler.on_disk.counts
         cache = self._engine.expert_cache
         return Load(
             running=len(scheduler.running),
@@ -167,6 +176,11 @@ class EngineLoop:
             experts_evaluated_per_layer=evaluated,
             experts_skipped_per_layer=skipped,
             load_seconds=self._engine.load_seconds,
+            kv_cache_disk_bytes=0 if self._disk is None else self._disk.bytes,
+            kv_cache_disk_blocks_read=counts.read,
+            kv_cache_disk_blocks_written=counts.written,
+            kv_cache_disk_blocks_failed=counts.failed,
+            kv_cache_disk_hits=counts.hits,
             expert_cache=None if cache is None else totals(cache.figures.values()),
         )
 
@@ -181,6 +195,10 @@ class EngineLoop:
             self._rate.add(self._scheduler.generated_tokens - before)
             self._drop_ended()
         self._end_all()
+        try:
+            self._scheduler.close()
+        except Exception:
+            logging.getLogger(__name__).exception("the key-value cache was not written to disk")
 
     def _take_orders(self) -> bool:
         """Sleep until there is work, and take over arrivals and cancellations. Returns False to stop."""

@@ -131,3 +131,11 @@ class Load:
     """Counts of the experts that are read under a memory limit; None without one."""
     load_seconds: float = 0.0
     """Time to load the model, in seconds."""
+    kv_cache_disk_bytes: int = 0
+    """Bytes of the KV caches of all models on disk."""
+    kv_cache_disk_blocks_read: int = 0
+    kv_cache_disk_blocks_written: int = 0
+    kv_cache_disk_blocks_failed: int = 0
+    """Blocks that could not be read or written, or for which the disk was too slow."""
+    kv_cache_disk_hits: int = 0
+    """Requests that found a part of their prompt on disk."""

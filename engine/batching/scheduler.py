@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.batching.adapted_runner import AdaptedRunner
+from engine.batching.disk_blocks import DiskBlocks, disk_blocks
+from engine.batching.disk_cache import DiskCache
 from engine.batching.masks_ahead import MasksAhead
 from engine.batching.onnx_runner import OnnxRunner
 from engine.batching.paged_runner import PagedRunner
@@ -91,8 +93,12 @@ class Scheduler:
         max_model_length: int | None,
         prefill_chunk: int,
         block_size: int = BLOCK_SIZE,
+        disk: DiskCache | None = None,
     ) -> None:
-        """Raises OptionError for limits that cannot be met, CheckpointError for damaged skip tables."""
+        """disk: where blocks of the cache go that leave the memory; None for nowhere.
+
+        Raises OptionError for limits that cannot be met, CheckpointError for damaged skip tables.
+        """
         for name, value in (("the batch", max_batch_size), ("the chunk of a prompt", prefill_chunk)):
             if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
@@ -101,6 +107,8 @@ class Scheduler:
         states = max_batch_size * engine.cache_sizes[1]
         self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, states, block_size)
         self.runner = _runner(engine, kv_cache_bytes - states, block_size, max_batch_size)
+        self.on_disk = None if disk is None else _on_disk(engine, self.runner, disk, prefill_chunk)
+        """The blocks on disk; None without a disk, and for a model whose prompts share nothing."""
         self._masks = MasksAhead()
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
@@ -153,7 +161,10 @@ class Scheduler:
         Any exception is a bug or out of memory.
         """
         with torch.inference_mode():
-            self._postprocess(self._run(self._schedule()))
+            step = self._schedule()
+            if self.on_disk is not None and not step.decoding and not step.reading:
+                self.on_disk.wait()
+            self._postprocess(self._run(step))
 
     def cancel(self, state: RequestState) -> None:
         """End a waiting or running request."""
@@ -173,6 +184,11 @@ class Scheduler:
         self.runner.clear()
         self._unused_when_full = -1
 
+    def close(self) -> None:
+        """Hand the cache's content to the disk, within some seconds, once all requests have ended. The last call."""
+        if self.on_disk is not None:
+            self.on_disk.keep_all()
+
     @property
     def used_share(self) -> float:
         """Share of the cache that running requests use."""
@@ -181,6 +197,8 @@ class Scheduler:
 
     def _schedule(self) -> Step:
         preemptions = self.preemptions
+        if self.on_disk is not None:
+            self.cached_tokens += self.on_disk.advance(self.running)
         for state in list(self.running):
             if state.unread == 1 and state in self.running:
                 self._make_room(state)
@@ -237,15 +255,19 @@ class Scheduler:
         for other in self.running:
             end = (other.table.length // pool.block_size + 1) * pool.block_size
             if other.unread > 1 and end <= len(other.tokens) and end < len(state.tokens):
-                is_same = other.tokens[: pool.block_size] == state.tokens[: pool.block_size]
-                if is_same and other.tokens[:end] == state.tokens[:end]:
-                    return self.runner.kind(other) == self.runner.kind(state)
+                begins_alike = other.tokens[: pool.block_size] == state.tokens[: pool.block_size]
+                is_same = begins_alike and other.tokens[:end] == state.tokens[:end]
+                if is_same and self.runner.kind(other) == self.runner.kind(state):
+                    return True
         return False
 
     def _note_start(self, state: RequestState, cached: int) -> None:
-        if state.start(cached):
+        is_first = state.start(cached)
+        if is_first:
             self.prompt_tokens += len(state.request.prompt)
             self.cached_tokens += cached
+        if self.on_disk is not None and not state.asks_for_prompt:
+            self.on_disk.begin(state, is_first)
 
     def _chunks(self) -> list[tuple[RequestState, int]]:
         """Return pieces of prompts in order, together at most one chunk, or one longer piece.
@@ -255,7 +277,7 @@ class Scheduler:
         chunk = left = self._prefill_chunk
         chosen: list[tuple[RequestState, int]] = []
         for state in self.running:
-            if state.unread > 1:
+            if state.unread > 1 and (self.on_disk is None or not self.on_disk.is_arriving(state)):
                 begin = state.table.length
                 end = self.runner.piece_end(state, min(len(state.tokens), (begin // chunk + 1) * chunk))
                 left -= end - begin
@@ -336,6 +358,14 @@ def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int
     if isinstance(engine.decoder, AdaptedDecoder):
         return AdaptedRunner(engine, engine.decoder, kv_cache_bytes, block_size)
     return PagedRunner(engine, engine.decoder, kv_cache_bytes, block_size, sequences)
+
+
+def _on_disk(engine: Engine, runner: Runner, disk: DiskCache, prefill_chunk: int) -> DiskBlocks | None:
+    made = disk_blocks(engine, runner.cache, disk, prefill_chunk) if isinstance(runner, PagedRunner) else None
+    if made is None:
+        where = engine.checkpoint.directory.name
+        logging.getLogger(__name__).warning("%s: prompts share nothing in memory, and are not kept on disk either", where)
+    return made
 
 
 def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, states: int, block_size: int) -> int:

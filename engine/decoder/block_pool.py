@@ -8,9 +8,10 @@ until the block is needed; the block that was unused for longest is reused first
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Protocol
 
 
 class OutOfBlocksError(Exception):
@@ -30,12 +31,24 @@ class BlockTable:
     """Digests of the full blocks."""
 
 
+class Keeper(Protocol):
+    """Keeps the content of blocks beyond the pool."""
+
+    def keep(self, digest: bytes, block: int) -> None:
+        """Copy the content of a block that is about to be used for something else."""
+
+    def forget(self, digest: bytes) -> None:
+        """Delete what was kept of a block, because its content may be wrong."""
+
+
 class BlockPool:
     """Blocks 0 to `count` - 1, each unused or used by one or more sequences."""
 
     def __init__(self, count: int, block_size: int, shares: bool = True) -> None:
         """shares: whether blocks can be found again; False if sequences have states besides their blocks."""
         self.count, self.block_size, self.shares = count, block_size, shares
+        self.keeper: Keeper | None = None
+        """Is told when content leaves the pool; None if nobody keeps it."""
         self._users = [0] * count
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
         self._block_of: dict[bytes, int] = {}
@@ -53,14 +66,24 @@ class BlockPool:
     def find(self, tokens: Sequence[int], kind: bytes = b"") -> BlockTable:
         """Return the longest prefix of `tokens`, without the last token, in full blocks of this pool. Takes no blocks."""
         found = BlockTable(kind)
-        for end in range(self.block_size, len(tokens), self.block_size):
-            digest = self._digest(found, tokens[end - self.block_size : end])
+        for digest in self.digests(BlockTable(kind), tokens):
             if (block := self._block_of.get(digest)) is None:
                 break
             found.blocks.append(block)
             found.digests.append(digest)
-            found.length = end
+            found.length += self.block_size
         return found
+
+    def digests(self, before: BlockTable, tokens: Sequence[int]) -> Iterator[bytes]:
+        """Yield the digests of the full blocks of `tokens`, without the last token, that follow those in `before`."""
+        size, so_far = self.block_size, BlockTable(before.kind, digests=before.digests[-1:])
+        for end in range((len(before.digests) + 1) * size, len(tokens), size):
+            so_far.digests = [self._digest(so_far, tokens[end - size : end])]
+            yield so_far.digests[0]
+
+    def named(self) -> list[tuple[bytes, int]]:
+        """Return the digest and the block of all unused content that can be found, the most recently used first."""
+        return [(digest, block) for block in reversed(self._unused) if (digest := self._digest_of.get(block)) is not None]
 
     def missing(self, found: BlockTable, positions: int) -> int:
         """Return the number of unused blocks that a table from `find` needs for `positions` positions in total."""
@@ -101,6 +124,8 @@ class BlockPool:
     def forget(self, table: BlockTable) -> None:
         """Make the table's blocks impossible to find, because their content may be wrong."""
         for block in table.blocks:
+            if self.keeper is not None and (digest := self._digest_of.get(block)) is not None:
+                self.keeper.forget(digest)
             self._unname(block)
 
     def _new(self, wished: int | None) -> int:
@@ -110,6 +135,8 @@ class BlockPool:
         block = next(iter(self._unused))
         if wished is not None and wished in self._unused and wished not in self._digest_of:
             block = wished
+        if self.keeper is not None and (digest := self._digest_of.get(block)) is not None:
+            self.keeper.keep(digest, block)
         del self._unused[block]
         self._unname(block)
         self._users[block] = 1

@@ -6,7 +6,7 @@ positions of a block), E head dimension, M blocks of the longest table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +31,8 @@ from engine.families.config import DecoderConfig
 
 BLOCK_SIZE = 32
 """Positions per block."""
+KEYS_VALUES, SCALES = "keys_values", "scales"
+"""Names of the tensors of a block's content."""
 
 
 class PagedCache:
@@ -74,8 +76,41 @@ class PagedCache:
 
     def clear(self) -> None:
         """Delete the whole content."""
+        keeper = self.pool.keeper
         self.pool = BlockPool(self.pool.count, self.pool.block_size, self.pool.shares)
+        self.pool.keeper = keeper
         self._states.clear()
+
+    def content(self, block: int) -> dict[str, Tensor]:
+        """Return a copy of one block on the CPU: the layers' keys and values one after the other, and their scales."""
+        keys_values, scales = self._parts(block)
+        copied = {KEYS_VALUES: torch.cat([part.flatten() for part in keys_values]).cpu()}
+        if scales:
+            copied[SCALES] = torch.cat([part.flatten() for part in scales]).cpu()
+        return copied
+
+    def fits(self, content: Mapping[str, Tensor]) -> bool:
+        """Return whether tensors have the dtypes and sizes of a block's content."""
+        keys_values, scales = self._parts(0)
+        expected = {KEYS_VALUES: (self.dtype, (sum(part.numel() for part in keys_values),))}
+        if scales:
+            expected[SCALES] = torch.float32, (sum(part.numel() for part in scales),)
+        return {name: (each.dtype, tuple(each.shape)) for name, each in content.items()} == expected
+
+    def put(self, block: int, content: Mapping[str, Tensor]) -> None:
+        """Replace the content of a block by one that `content` returned."""
+        keys_values, scales = self._parts(block)
+        for name, parts in ((KEYS_VALUES, keys_values), (SCALES, scales)):
+            if parts:
+                whole = content[name].to(self._device)
+                for part, own in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+                    part.copy_(own.view(part.shape))
+
+    def _parts(self, block: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return one block of every layer: views of keys and values, [G, positions, E], and of scales, [2, G, positions]."""
+        place = slice(block * self.pool.block_size, (block + 1) * self.pool.block_size)
+        keys_values = [part[:, place] for parts in (self.stored.keys, self.stored.values) for part in parts]
+        return keys_values, [part[:, :, place] for part in self.stored.scales or ()]
 
     def slots(self, table: BlockTable, end: int) -> slice | Tensor:
         """Return the slots of the first `end` positions: a slice if the blocks are adjacent, otherwise int64 [P]."""

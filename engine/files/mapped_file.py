@@ -104,7 +104,7 @@ class MappedFile:
         if _identity(file) != self._identity:
             raise CheckpointError(f"{self.path}: file changed while in use; start again once it is written")
 
-    def _mapping(self) -> mmap.mmap:
+    def _mapping(self) -> mmap.mmap | bytearray:
         """Return the whole file, mapped copy-on-write: torch needs writable buffers, and no write reaches the file."""
         if self.header_only:
             raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")

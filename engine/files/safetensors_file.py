@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Protocol
 
 from engine.errors import CheckpointError
 from engine.files.element_type import ELEMENT_TYPES, ElementType
-from engine.files.json_file import load_json, parse_object, shown
+from engine.files.json_file import load_json, parse_object, reading, shown
 from engine.files.mapped_file import MappedFile, TensorEntry
 from engine.files.model_files import check_inside
 
@@ -147,6 +147,33 @@ class SafetensorsFile(MappedFile):
             for name, raw in header.items()
         }
         _check_coverage(self.path, self.entries, data_start, self.size)
+
+
+class LoadedFile(SafetensorsFile):
+    """A file whose content is read into memory when a tensor is first requested, and not mapped.
+
+    A mapped file that another process truncates, or that the disk does not deliver, ends the process that reads it.
+    """
+
+    _content: bytearray | None = None
+
+    def _mapping(self) -> bytearray:
+        """Return the whole content."""
+        if self._content is None:
+            with reading(self.path, self.what) as file:
+                self.check_unchanged(file)
+                content = bytearray(self.size)
+                if file.readinto(content) != self.size:
+                    raise CheckpointError(f"{self.path}: file changed while in use; start again once it is written")
+            self._content = content
+        return self._content
+
+    def release(self) -> None:
+        """Do nothing: the content stays in memory as long as this object or one of its tensors."""
+
+    def close(self) -> None:
+        """Drop the reference to the content."""
+        self._content = None
 
 
 def indexed_shards(directory: Path) -> dict[str, set[str]]:

@@ -267,17 +267,29 @@ class ShardWriter:
         self._created.clear()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str) -> None:
-    """Write a file of `tensors` in memory, replacing an old file only once complete. Raises OutputError as above."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str, *, is_cache: bool = False
+) -> None:
+    """Write a file of `tensors` in memory, replacing an old file only once complete. Raises OutputError as above.
+
+    is_cache: only this user may read the file, and it is not flushed to disk: after a power failure it may be damaged.
+    """
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     sizes = _layout_bytes(layout)
     shard = _plan_shard(path, layout, _aligned(layout, sizes), sizes, metadata)
-    with replacing(path, what) as partial, partial.open("wb", buffering=0) as file:
+    opener = _private if is_cache else None
+    with replacing(path, what) as partial, open(partial, "wb", buffering=0, opener=opener) as file:
         _write_at(file.fileno(), memoryview(shard.header), 0)
         for name, tensor in tensors.items():
             if shard.entries[name].nbytes:
                 _write_at(file.fileno(), raw_bytes(tensor), shard.entries[name].begin)
-        os.fsync(file.fileno())
+        if not is_cache:
+            os.fsync(file.fileno())
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a new file that only this user may read and write."""
+    return os.open(path, flags, 0o600)
 
 
 def _shard_name(number: int, count: int) -> str:

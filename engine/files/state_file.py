@@ -21,10 +21,15 @@ DIGEST = "sha256"
 """Metadata key of the digest."""
 
 
-def write_state(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str) -> None:
-    """Write a file with its digest, replacing an old file only once the new one is complete; OutputError names `what`."""
+def write_state(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str, *, is_cache: bool = False
+) -> None:
+    """Write a file with its digest, replacing an old file only once the new one is complete; OutputError names `what`.
+
+    is_cache: as in `write_tensors`.
+    """
     digest = _digest(metadata, ((name, tensors[name]) for name in sorted(tensors)))
-    write_tensors(path, tensors, {**metadata, DIGEST: digest}, what)
+    write_tensors(path, tensors, {**metadata, DIGEST: digest}, what, is_cache=is_cache)
 
 
 def check_digest(file: SafetensorsFile, *, may_lack: bool = False) -> None:

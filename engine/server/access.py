@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from starlette.datastructures import Headers
 
@@ -40,18 +40,23 @@ def check_host(headers: Headers, hosts: Collection[str] | None) -> None:
         raise ApiError(421, message, code="wrong_host")
 
 
-def check_key(headers: Headers, path: str, keys: Sequence[bytes]) -> str:
-    """Return a name for the key that a request was sent with, empty if there is at most one key.
+def namespaces(keys: Sequence[str], secret: bytes) -> dict[bytes, str]:
+    """Return the namespace of each key: the same one for the same key and secret, which does not tell the key."""
+    return {key.encode(): hmac.digest(secret, key.encode(), "sha256").hex() for key in keys}
 
-    The header Authorization decides where it is sent, and x-api-key where it is not. Raises ApiError without a right key.
-    Every key is compared, each in constant time.
+
+def check_key(headers: Headers, path: str, keys: Mapping[bytes, str]) -> str:
+    """Return the namespace of the key that a request was sent with, empty if there are no keys or the path is open.
+
+    keys: the namespaces by key. The header Authorization decides where it is sent, and x-api-key where it is not. Raises
+    ApiError without a right key. Every key is compared, each in constant time.
     """
     if not keys or path in OPEN_PATHS:
         return ""
     scheme, given = "bearer", headers.get("x-api-key", "")
     if "authorization" in headers:
         scheme, _, given = headers["authorization"].partition(" ")
-    matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in keys]
-    if not any(matches) or scheme.lower() != "bearer":
+    found = [name for key, name in keys.items() if hmac.compare_digest(given.encode("latin-1"), key)]
+    if not found or scheme.lower() != "bearer":
         raise ApiError(401, WRONG_KEY, code="invalid_api_key")
-    return f"key {matches.index(True)}" if len(keys) > 1 else ""
+    return found[0]

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.server.access import LET_IN, OPEN_PATHS, check_host, check_key
+from engine.server.access import LET_IN, OPEN_PATHS, check_host, check_key, namespaces
 from engine.server.doors.error_forms import error_body
 from engine.server.errors import ApiError
 
@@ -45,10 +45,14 @@ class RequestGate:
         phase: Callable[[], Phase],
         api_keys: Sequence[str] = (),
         hosts: Collection[str] | None = None,
+        secret: bytes = b"",
     ) -> None:
-        """api_keys: accepted keys; empty for no access control. hosts: accepted host names; None for any."""
+        """api_keys: accepted keys; empty for no access control. hosts: accepted host names; None for any.
+
+        secret: that the namespaces of keys are derived with.
+        """
         self._app, self._phase, self._hosts = app, phase, hosts
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = namespaces(api_keys, secret)
         self._room = MOST_BODY_BYTES_IN_ALL
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

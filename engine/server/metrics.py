@@ -15,7 +15,9 @@ from engine.expert_cache.figures import LayerFigures
 Figures = dict[str, tuple[str, Callable[[Load], float]]]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Bucket bounds of every histogram, from one token of a small model to a long answer of a large model."""
-RESIDENT = "compress_process_resident_memory_bytes"
+RESIDENT, ON_DISK = "compress_process_resident_memory_bytes", "compress_kv_cache_disk_bytes"
+OF_PROCESS = (RESIDENT, ON_DISK)
+"""Gauges of the whole process, which all models of a server share."""
 GAUGES: Figures = {
     "compress_num_requests_running": ("Requests that are being answered.", lambda load: load.running),
     "compress_num_requests_waiting": ("Requests in the queue.", lambda load: load.waiting),
@@ -24,12 +26,20 @@ GAUGES: Figures = {
     "compress_weights_bytes": ("Bytes of the weights.", lambda load: load.weights_bytes),
     "compress_load_seconds": ("Seconds that loading the model took.", lambda load: load.load_seconds),
     RESIDENT: ("Bytes of the process in memory.", lambda load: load.resident_bytes),
+    ON_DISK: ("Bytes of the KV cache on disk.", lambda load: load.kv_cache_disk_bytes),
 }
 COUNTERS: Figures = {
     "compress_prompt_tokens": ("Tokens of prompts.", lambda load: load.prompt_tokens),
     "compress_generation_tokens": ("Generated tokens.", lambda load: load.generated_tokens),
     "compress_cached_tokens": ("Tokens of prompts that were in the cache.", lambda load: load.cached_tokens),
     "compress_preemptions": ("Preemptions of requests.", lambda load: load.preemptions),
+    "compress_kv_cache_disk_blocks_read": ("Blocks read from disk.", lambda load: load.kv_cache_disk_blocks_read),
+    "compress_kv_cache_disk_blocks_written": ("Blocks written to disk.", lambda load: load.kv_cache_disk_blocks_written),
+    "compress_kv_cache_disk_blocks_failed": (
+        "Blocks not read or written.",
+        lambda load: load.kv_cache_disk_blocks_failed,
+    ),
+    "compress_kv_cache_disk_hits": ("Requests that found blocks on disk.", lambda load: load.kv_cache_disk_hits),
 }
 
 EXPERT_COUNTERS: dict[str, tuple[str, Callable[[LayerFigures], float]]] = {
@@ -92,7 +102,7 @@ def text_of_several(metrics: Mapping[str, Metrics | None]) -> bytes:
 
 
 class _ModelsCollector(Collector):
-    """Collects the metrics of several models. The memory of the process, which they share, has no label."""
+    """Collects the metrics of several models. What they share, such as the memory of the process, has no label."""
 
     def __init__(self, metrics: Mapping[str, Metrics | None]) -> None:
         self._metrics = metrics
@@ -104,7 +114,7 @@ class _ModelsCollector(Collector):
             loaded.add_metric([name], own is not None)
             for family in own.registry.collect() if own is not None else ():
                 kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                label = {} if family.name == RESIDENT else {"model": name}
+                label = {} if family.name in OF_PROCESS else {"model": name}
                 if label or not kept.samples:
                     kept.samples += [each._replace(labels=label | each.labels) for each in family.samples]
         yield from families.values()

@@ -102,6 +102,21 @@ class ServeOptions:
         unset="for a full batch, at most a quarter of what is free",
         help="Memory for keys and values, such as 2GB.",
     )
+    kv_cache_disk: int | None = option(
+        None,
+        group=LOAD,
+        is_size=True,
+        above=0,
+        unset="none",
+        help="Disk space for keys and values, such as 20GB: prompts stay known beyond memory and across restarts.",
+    )
+    kv_cache_directory: Path | None = option(
+        None,
+        group=LOAD,
+        metavar="DIRECTORY",
+        unset="in the user's cache directory",
+        help="Directory for --kv-cache-disk. One server at a time uses it.",
+    )
     request_timeout: float | None = option(600.0, group=LOAD, above=0, help="Seconds after which a request is given up.")
     skip_threshold: float = like(
         OpenOptions,
@@ -139,6 +154,8 @@ class ServeOptions:
             raise OptionError("the served model name is empty; leave it out, or give a name")
         if self.served_model_name is not None and self.is_several:
             raise OptionError("several models have the names of their directories; leave out --served-model-name")
+        if self.kv_cache_directory is not None and self.kv_cache_disk is None:
+            raise OptionError("--kv-cache-directory is for --kv-cache-disk; give its SIZE too, or leave out the directory")
         if self.miss_threshold > 0 and (self.memory_limit is None or self.is_several):
             raise OptionError("--miss-threshold is for one model with --memory-limit; give both, or leave it out")
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ except ModuleNotFoundError as error:
         f"serving needs the package {error.name}, which is not installed: pip install 'moe-compress[serve]'"
     ) from error
 
+from engine.batching.disk_cache import DiskCache
 from engine.batching.loop import EngineLoop
 from engine.server.log_budget import limited_logging
 from engine.server.model_memory import cache_bytes, left_for_cache, needed_bytes
@@ -44,6 +47,8 @@ ACCEPTED_AT_ONCE = 16
 """Maximum number of connections accepted before the limits are checked again."""
 LAST_BYTES_SECONDS = 10
 """Time for clients to read the end of their answers before connections are closed."""
+LAST_WRITES_SECONDS = 1.0
+"""Time for the KV cache to be written to disk when the server ends at once."""
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -80,10 +85,11 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-def load(options: ServeOptions, limit: int | None = None) -> Service:
+def load(options: ServeOptions, limit: int | None = None, disk: DiskCache | None = None) -> Service:
     """Load the model and start its engine loop. Raises any error of opening, and OptionError if the cache does not fit.
 
-    limit: maximum bytes of the model, from which a cache without a given size takes a share.
+    limit: maximum bytes of the model, from which a cache without a given size takes a share. disk: where blocks of the
+    cache go that leave the memory; None for nowhere.
     """
     engine = Engine.open(
         options.model,
@@ -99,13 +105,14 @@ def load(options: ServeOptions, limit: int | None = None) -> Service:
     )
     cache_bytes = options.kv_cache_bytes or default_kv_cache_bytes(engine, options, limit)
     if engine.expert_cache is not None:
-        engine.expert_cache.reserve(cache_bytes)
+        engine.expert_cache.reserve(cache_bytes + (disk.memory_bytes if disk is not None else 0))
     engine_loop = EngineLoop(
         engine,
         kv_cache_bytes=cache_bytes,
         max_batch_size=options.max_batch_size,
         max_queue=options.max_queue,
         max_model_length=options.max_model_length,
+        disk=disk,
     )
     engine_loop.start()
     service = Service(
@@ -121,8 +128,27 @@ def load(options: ServeOptions, limit: int | None = None) -> Service:
     return service
 
 
-def models_of(options: ServeOptions) -> Models[Service]:
-    """Return the models of a server with several; none is loaded. Raises OptionError and CheckpointError."""
+def open_disk(options: ServeOptions) -> DiskCache | None:
+    """Open the cache on disk; None without --kv-cache-disk. Raises OptionError for a directory that cannot be used."""
+    if options.kv_cache_disk is None:
+        return None
+    try:
+        place = options.kv_cache_directory or _user_caches() / "moe-compress" / "kv-cache"
+    except RuntimeError as error:
+        raise OptionError("this user has no home directory for --kv-cache-disk; give --kv-cache-directory") from error
+    return DiskCache(place, options.kv_cache_disk)
+
+
+def _user_caches() -> Path:
+    """Return the user's cache directory. Raises RuntimeError for a user without a home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def models_of(options: ServeOptions, disk: DiskCache | None = None) -> Models[Service]:
+    """Return the models of a server with several; none is loaded. Raises OptionError and CheckpointError.
+
+    disk: as for `load`; all models share it.
+    """
     check_local(options.models)
     try:
         importlib.import_module("numba.np.ufunc.omppool")
@@ -132,7 +158,7 @@ def models_of(options: ServeOptions) -> Models[Service]:
     return Models(
         Loading(
             names=lambda: model_names(options.models, options.models_dir),
-            load=lambda name, model: load(options.of_one(name, model), limit),
+            load=lambda name, model: load(options.of_one(name, model), limit, disk),
             needed=lambda name, model: needed_bytes(options.of_one(name, model), limit or 0),
             limit=limit,
         )
@@ -196,8 +222,11 @@ class _Process:
         self._options = options
         hosts = allowed_hosts(options.host, options.allowed_hosts)
         self._state = State(options.api_keys, hosts, options.request_timeout)
+        self._disk = open_disk(options)
+        if self._disk is not None:
+            self._state.secret = self._disk.secret
         if options.is_several:
-            self._state.models = models_of(options)
+            self._state.models = models_of(options, self._disk)
         self._server = Server(self._state)
         self._failure: BaseException | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -224,7 +253,7 @@ class _Process:
 
         def load_and_tell() -> None:
             try:
-                made: Service | BaseException = load(self._options)
+                made: Service | BaseException = load(self._options, disk=self._disk)
             except BaseException as error:
                 made = error
             self._in_event_loop(self._loaded, made, ready)
@@ -241,6 +270,8 @@ class _Process:
             self._state.names.close()
             for service in self._state.services:
                 await asyncio.to_thread(service.close)
+            if self._disk is not None:
+                await asyncio.to_thread(self._disk.close)
 
     def _in_event_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the event loop has ended
@@ -268,6 +299,8 @@ class _Process:
         if self._signals.at_once or is_loading:
             self._server.should_exit = self._server.force_exit = True
             self._server.config.timeout_graceful_shutdown = 1
+            if self._disk is not None:
+                self._disk.hurry(LAST_WRITES_SECONDS)
             for service in services:
                 threading.Thread(target=service.engine_loop.stop, daemon=True).start()
             return

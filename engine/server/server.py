@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -115,6 +116,8 @@ class State:
     hosts: frozenset[str] | None = None
     """Accepted host names; None for any."""
     request_timeout: float | None = None
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """Secret that the namespaces of keys are derived with; that of the cache on disk, if there is one."""
     phase: Phase = "loading"
     loaded: Service | None = None
     models: Models[Service] | None = None
@@ -170,7 +173,9 @@ class State:
 def create_app(state: State) -> FastAPI:
     """Return the application; `state` may change while it runs."""
     app = FastAPI(title="compress serve", docs_url=None, redoc_url=None)
-    app.add_middleware(RequestGate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts)
+    app.add_middleware(
+        RequestGate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts, secret=state.secret
+    )
     _handle_errors(app, state)
     _add_completions(app, state)
     _add_doors(app, state)

@@ -219,6 +219,17 @@ def test_a_prompt_is_shared_within_a_namespace_only(own_engine: Engine) -> None:
     assert cached == [0, 0, 16, 0]
 
 
+def test_a_prompt_that_another_namespace_reads_changes_nothing(own_engine: Engine) -> None:
+    """Two requests of one namespace share their blocks, also while another one reads the same prompt."""
+    request, cached = Request(prompt(18), 2, namespace="b"), []
+    for others in ([], [replace(request, namespace="a")]):
+        scheduler = scheduler_for(own_engine)
+        served = [Served(scheduler, own_engine, each, n) for n, each in enumerate((*others, request, request))]
+        run_to_end(scheduler)
+        cached.append([each.state.timings.cached_tokens for each in served[len(others) :]])
+    assert cached[0] == cached[1] == [0, 16]
+
+
 def test_end_tokens_end_a_request_unless_it_ignores_them(engine: Engine) -> None:
     (plain,) = serve(engine, Request(prompt(4), 12, ignore_end_tokens=True))
     ending = plain.tokens[3]

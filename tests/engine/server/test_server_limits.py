@@ -152,8 +152,20 @@ def test_with_one_key_or_none_all_share(state: State, loop: ScriptedLoop) -> Non
     for keys in ((), ("sesame",)):
         state.api_keys = keys
         with served(state) as url:
-            assert post(url, headers={"authorization": "Bearer sesame"}).status_code == 200
-    assert {request.namespace for request in loop.requests} == {""}
+            for _ in range(2):
+                assert post(url, headers={"authorization": "Bearer sesame"}).status_code == 200
+    first, second, third, fourth = (request.namespace for request in loop.requests)
+    assert first == second == "" and third == fourth, "what a key has sent before another server may be on disk"
+
+
+def test_a_namespace_belongs_to_a_key_and_a_secret_and_not_to_its_place(state: State, loop: ScriptedLoop) -> None:
+    for secret, keys in ((b"one", ("open", "sesame")), (b"one", ("other", "sesame")), (b"two", ("open", "sesame"))):
+        state.api_keys, state.secret = keys, secret
+        with served(state) as url:
+            for key in keys:
+                assert post(url, headers={"authorization": f"Bearer {key}"}).status_code == 200
+    names = [request.namespace for request in loop.requests]
+    assert names[1] == names[3] and len(set(names)) == 5 and not any("sesame" in name for name in names)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -143,10 +143,10 @@ def test_a_broken_model_says_why_and_is_tried_again(directory: Path, tmp_path: P
 def test_nothing_waits_for_a_model_that_loads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, loads = threading.Event(), []
 
-    def slow(options: ServeOptions, limit: int | None = None) -> Service:
+    def slow(options: ServeOptions, *others: Any) -> Service:
         loads.append(options.name)
         assert options.name == "first" or go.wait(30)
-        return load(options, limit)
+        return load(options, *others)
 
     monkeypatch.setattr(serve, "load", slow)
     with server(options_for(directory)) as (client, _):
