@@ -153,9 +153,9 @@ class EngineLoop:
         return Load(
             running=len(scheduler.running),
             waiting=len(self._arrived) + len(self._compiling) + len(scheduler.waiting),
-            kv_cache_bytes=scheduler.runner.cache_bytes,
+            kv_cache_bytes=scheduler.runner.cache_bytes + (scheduler.drafting.cache_bytes if scheduler.drafting else 0),
             kv_cache_used_share=scheduler.used_share,
-            weights_bytes=self._engine.weights_bytes,
+            weights_bytes=sum(each.weights_bytes for each in self._engine.both),
             resident_bytes=resident_memory_bytes(),
             prompt_tokens=scheduler.prompt_tokens,
             generated_tokens=scheduler.generated_tokens,
@@ -164,7 +164,8 @@ class EngineLoop:
             tokens_per_second=self._rate.over(RATE_SECONDS),
             experts_evaluated_per_layer=evaluated,
             experts_skipped_per_layer=skipped,
-            load_seconds=self._engine.load_seconds,
+            load_seconds=sum(each.load_seconds for each in self._engine.both),
+            draft=scheduler.drafting.load if scheduler.drafting else None,
         )
 
     def _serve(self) -> None:

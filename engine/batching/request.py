@@ -106,6 +106,17 @@ Listener = Callable[[Update], None]
 
 
 @dataclass(frozen=True)
+class DraftLoad:
+    """Counts of a draft since its start."""
+
+    drafted_tokens: int
+    accepted_tokens: int
+    """Drafted tokens that the model chose too."""
+    is_on: bool
+    """Whether the last step was to have drafted tokens."""
+
+
+@dataclass(frozen=True)
 class Load:
     """Load and statistics of an engine, for reports. Counts are since its start."""
 
@@ -128,3 +139,5 @@ class Load:
     """Skipped experts for each MoE layer."""
     load_seconds: float = 0.0
     """Time to load the model, in seconds."""
+    draft: DraftLoad | None = None
+    """Counts of the draft; None without one. Its weights, cache and loading are part of the figures above."""

@@ -33,8 +33,8 @@ from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.files.image_file import pictures_of
 from engine.generation.batch import Batch, Cache, own_cache
 from engine.generation.checks import check_pair, check_room, cpu_only, resolve_dtype, resolve_kv_cache_dtype
-from engine.generation.options import GenerateOptions, OpenOptions, SamplingOptions
-from engine.generation.prediction_draft import OWN_LAYERS, open_prediction
+from engine.generation.options import OWN_LAYERS, GenerateOptions, OpenOptions, SamplingOptions
+from engine.generation.prediction_draft import open_prediction
 from engine.generation.report import (
     ExportedSkipCounter,
     Report,

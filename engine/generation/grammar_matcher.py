@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -67,32 +68,44 @@ class Grammars:
         return made
 
 
+@dataclass
+class _Place:
+    """A place in a text, and what may follow there, once it is computed."""
+
+    allowed_V: Tensor | None = None
+    only: int | None = None
+    failure: str = ""
+    """Why no token may follow; empty if some may."""
+
+
 class Matcher:
     """The place of one text in its grammar. One thread uses it at a time."""
 
     def __init__(self, own: Any, vocabulary: int) -> None:
         self._own, self._vocabulary = own, vocabulary
-        self._allowed_V: Tensor | None = None
-        self._only: int | None = None
-        self._failure = ""
-        """Why no token may follow; empty if some may."""
+        self._place = _Place()
+        self._certain: tuple[Any, _Place] | None = None
+        """llguidance's matcher and the place before the tokens that were taken on trial; None while there are none."""
+        self._ahead: list[tuple[int, _Place]] = []
+        """Tokens that were taken on trial, and the place after each, for the text that may go there."""
 
     def prepare(self) -> None:
         """Compute which tokens may follow, for `allowed`. It never raises."""
-        if self._allowed_V is not None:
+        place = self._place
+        if place.allowed_V is not None:
             return
         allowed_V = np.zeros(self._vocabulary, dtype=bool)
         try:
             bits = np.frombuffer(_unpanicked(self._own.compute_bitmask), dtype=np.uint8)
             allowed_V = np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(bool)
-            self._failure = first_line(self._own.get_error())
+            place.failure = first_line(self._own.get_error())
         except OptionError as error:
-            self._failure = str(error)
+            place.failure = str(error)
         count = np.count_nonzero(allowed_V)
         if not count:
-            self._failure = self._failure or "no token of this model continues it"
-        self._only = int(allowed_V.argmax()) if count == 1 and not self._failure else None
-        self._allowed_V = torch.from_numpy(allowed_V)
+            place.failure = place.failure or "no token of this model continues it"
+        place.only = int(allowed_V.argmax()) if count == 1 and not place.failure else None
+        place.allowed_V = torch.from_numpy(allowed_V)
 
     def allowed(self) -> Tensor:
         """Return which tokens may follow, bool [V] on the CPU; the end tokens are among them where the text may end.
@@ -100,22 +113,44 @@ class Matcher:
         Raises OptionError if the grammar became too large to follow, or no token of the model continues the text.
         """
         self.prepare()
-        assert self._allowed_V is not None
-        if self._failure:
-            raise _ended(self._failure)
-        return self._allowed_V
+        assert self._place.allowed_V is not None
+        if self._place.failure:
+            raise _ended(self._place.failure)
+        return self._place.allowed_V
 
     def only(self) -> int | None:
         """Return the one token that may follow; None if several may, or none."""
         self.prepare()
-        return self._only
+        return self._place.only
 
     def take(self, token: int) -> bool:
         """Take the token that follows the text, one of the allowed ones. Returns whether only an end may follow it.
 
         Raises OptionError if the grammar became too large to follow.
         """
-        self._allowed_V = None
+        is_known = bool(self._ahead) and self._ahead[0][0] == token
+        self._place = self._ahead.pop(0)[1] if is_known else _Place()
+        if not is_known:
+            self._ahead.clear()
+        return self._consumed(token)
+
+    def draft(self, token: int) -> bool:
+        """Take a token on trial, up to `undo`. Returns and raises as `take` does."""
+        if self._certain is None:
+            self._certain = self._own, self._place
+            # Copying takes microseconds, and an error of the copy leaves the original alone.
+            self._own, self._ahead = self._own.deep_copy(), []
+        complete = self._consumed(token)
+        self._place = _Place()
+        self._ahead.append((token, self._place))
+        return complete
+
+    def undo(self) -> None:
+        """Go back before the tokens that were taken on trial. What may follow each is kept, and not computed again."""
+        if self._certain is not None:
+            (self._own, self._place), self._certain = self._certain, None
+
+    def _consumed(self, token: int) -> bool:
         if not _unpanicked(partial(self._own.consume_token, token)):
             raise _ended(first_line(self._own.get_error()))
         return bool(self._own.is_stopped())

@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
         f"serving needs the package {error.name}, which is not installed: pip install 'moe-compress[serve]'"
     ) from error
 
+from engine.batching.drafting import cache_sizes
 from engine.batching.loop import EngineLoop
 from engine.server.log_budget import limited_logging
 from engine.server.model_memory import cache_bytes, left_for_cache, needed_bytes
@@ -94,6 +95,8 @@ def load(options: ServeOptions, limit: int | None = None) -> Service:
         skip_rule=options.skip_rule,
         kv_cache_dtype=options.kv_cache_dtype,
         images=options.images,
+        draft=options.draft,
+        draft_tokens=options.draft_tokens,
     )
     engine_loop = EngineLoop(
         engine,
@@ -146,7 +149,7 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions, limit: int | N
     if limit is not None:
         free = min(free, left_for_cache(limit, engine.weights_bytes))
     positions = options.max_model_length or engine.checkpoint.config.max_positions
-    return cache_bytes(engine.cache_sizes, positions, options.max_batch_size, free)
+    return cache_bytes(cache_sizes(engine), positions, options.max_batch_size, free)
 
 
 class Server(uvicorn.Server):
