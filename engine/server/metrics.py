@@ -127,7 +127,5 @@ def _of_draft(load: Load) -> Iterator[Metric]:
     yield CounterMetricFamily("compress_draft_tokens", "Tokens that the draft proposed.", value=drafted)
     yield CounterMetricFamily("compress_draft_accepted_tokens", "Proposed tokens that were kept.", value=kept)
     share = kept / drafted if drafted else 0.0
-    yield GaugeMetricFamily(
-        "compress_draft_acceptance_rate", "Share of proposed tokens that were kept, 0 to 1.", value=share
-    )
+    yield GaugeMetricFamily("compress_draft_acceptance_rate", "Share of proposed tokens that were kept, 0..1.", value=share)
     yield GaugeMetricFamily("compress_draft_on", "Whether the last step was to have drafts, 0 or 1.", value=draft.is_on)

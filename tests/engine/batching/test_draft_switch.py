@@ -67,7 +67,7 @@ def test_each_number_of_sequences_has_its_own_answer() -> None:
 
 
 def test_prompts_that_the_draft_reads_count() -> None:
-    """A token costs 0.5 with a draft and 1 without. Reading one costs 0.1, and a request reads 4 or 6 for each that it gives."""
+    """A token costs 0.5 with a draft and 1 without. Reading one costs 0.1, and a request reads 4 or 6 for each new one."""
     for read, is_on in ((40, True), (60, False)):
         switch = DraftSwitch()
         switch.has_read(100, 10.0)
