@@ -20,20 +20,20 @@ KEPT = 0.97
 
 
 @dataclass
-class Cost:
-    """Mean seconds of a token, over the last measurements."""
+class Mean:
+    """Mean of something for each token, over the last measurements."""
 
     tokens: float = 0.0
-    seconds: float = 0.0
+    total: float = 0.0
 
-    def add(self, tokens: float, seconds: float) -> None:
-        """Add a measurement."""
-        self.tokens, self.seconds = KEPT * self.tokens + tokens, KEPT * self.seconds + seconds
+    def add(self, tokens: float, total: float) -> None:
+        """Add a measurement of so many tokens together."""
+        self.tokens, self.total = KEPT * self.tokens + tokens, KEPT * self.total + total
 
     @property
     def each(self) -> float:
-        """Seconds of one token; 0 before the first measurement."""
-        return self.seconds / self.tokens if self.tokens else 0.0
+        """The mean for one token; 0 before the first measurement."""
+        return self.total / self.tokens if self.tokens else 0.0
 
 
 @dataclass
@@ -42,8 +42,8 @@ class _Size:
 
     is_on: bool = True
     """The kind of steps that was cheaper."""
-    costs: dict[bool, Cost] = field(default_factory=dict)
-    """Costs of steps with drafted tokens (True) and without."""
+    costs: dict[bool, Mean] = field(default_factory=dict)
+    """Seconds of a token, in steps that were to have drafted tokens (True) and in others."""
     tried: bool = True
     """The kind of steps that is measured for a comparison."""
     left: int = TRIAL_STEPS
@@ -57,22 +57,25 @@ class DraftSwitch:
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
-        self._reading = Cost()
-        """Cost of a token of a prompt that the draft reads."""
-        self._ended = Cost(1.0, 0.0)
-        """Generated tokens, and tokens of prompts, of the requests that have ended."""
+        self._reading = Mean()
+        """Seconds in which the draft reads a token of a prompt."""
+        self._prompts = Mean()
+        """Tokens of prompts for each generated token, of the requests that have ended."""
 
     def wants(self, sequences: int) -> bool:
         """Return whether the next step of so many sequences shall have drafted tokens."""
         size = self._sizes.setdefault(sequences, _Size())
         return size.tried if size.left else size.is_on
 
-    def measured(self, sequences: int, drafted: bool, tokens: int, seconds: float) -> None:
-        """Take the number of new tokens and the time of a step, which may be of the other kind than was wanted."""
+    def measured(self, sequences: int, tokens: int, seconds: float) -> None:
+        """Take the number of new tokens and the time of a step, of the kind that `wants` has returned for it.
+
+        A step that was to have drafted tokens may have had none, as before the draft has read the prompts.
+        """
         size = self._sizes.setdefault(sequences, _Size())
-        size.costs.setdefault(drafted, Cost()).add(tokens, seconds)
+        size.costs.setdefault(size.tried if size.left else size.is_on, Mean()).add(tokens, seconds)
         if size.left:
-            size.left -= size.tried == drafted
+            size.left -= 1
             if not size.left:
                 self._compare(size)
             return
@@ -86,7 +89,7 @@ class DraftSwitch:
 
     def has_ended(self, read: int, generated: int) -> None:
         """Take the number of tokens of a prompt that were read for a request, and of its generated ones."""
-        self._ended.add(generated, read)
+        self._prompts.add(generated, read)
 
     def _try(self, size: _Size, kind: bool) -> None:
         size.tried, size.left, size.waited = kind, TRIAL_STEPS, 0
@@ -97,7 +100,7 @@ class DraftSwitch:
         if len(size.costs) < 2:
             self._try(size, not size.tried)
             return
-        drafted = size.costs[True].each + self._reading.each * self._ended.each
+        drafted = size.costs[True].each + self._reading.each * self._prompts.each
         before, plain = size.is_on, size.costs[False].each
         size.is_on = drafted < plain if before else drafted < (1 - MARGIN) * plain
         size.wait = FIRST_WAIT if size.is_on != before else min(LONGEST_WAIT, 2 * size.wait)

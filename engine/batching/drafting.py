@@ -83,7 +83,7 @@ class Drafting:
         self._began, self._spent_reading = self.clock(), 0.0
         if not decoding:
             return
-        most = min(self._most, COMPILED_MAX_ROWS // len(decoding) - 1)
+        most = self._most_for(len(decoding))
         self._is_on = most > 0 and self.switch.wants(len(decoding))
         if not self._is_on:
             return
@@ -105,9 +105,10 @@ class Drafting:
         if (table := self._tables.get(state)) is not None:
             self.pool.fill(table, state.tokens, min(table.length, len(state.tokens) - 1))
 
-    def end_step(self, sequences: int, drafted: int, tokens: int) -> None:
-        """Take the time of a step that read no prompt. drafted and tokens: numbers of drafted and of new tokens."""
-        self.switch.measured(sequences, drafted > 0, tokens, self.clock() - self._began - self._spent_reading)
+    def end_step(self, sequences: int, tokens: int) -> None:
+        """Take the time of a step that read no prompt of the model. tokens: number of new ones."""
+        if sequences and self._most_for(sequences):
+            self.switch.measured(sequences, tokens, self.clock() - self._began - self._spent_reading)
 
     def release(self, state: RequestState) -> None:
         """Forget a sequence that has left the batch."""
@@ -125,6 +126,10 @@ class Drafting:
         self._cache.clear()
         self._tables.clear()
         self._unusable.clear()
+
+    def _most_for(self, sequences: int) -> int:
+        """Return how many tokens may be drafted for each of so many sequences, within the rows of one step."""
+        return max(0, min(self._most, COMPILED_MAX_ROWS // sequences - 1))
 
     def _limit(self, state: RequestState, most: int, pool: BlockPool, running: int) -> int:
         """Return how many tokens may be drafted for a sequence, with room for them in both caches."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.batching.request import Listener, Request, Timings, TokenLogprob, Update
 from engine.decoder.block_pool import BlockTable
-from engine.errors import CompressError, OptionError
+from engine.errors import OptionError
 from engine.generation.grammar_matcher import Grammars, Matcher
 from engine.generation.sampling import penalised, sample
 from engine.generation.text_stream import TextStream
@@ -83,7 +83,7 @@ class RequestState:
         self._stream = TextStream(list(request.prompt), request.max_new_tokens, ends, request.stop, decode, least)
         self._choosing = _Choosing(request.sampling.generator(shared.device), Counter())
         self._trial: _Choosing | None = None
-        """The same after the drafted tokens; None unless tokens are being drafted."""
+        """State after the drafted tokens while tokens are drafted; None otherwise."""
         self.drafted: list[int] = []
         """Tokens that a draft proposes after `tokens`, for the next `take`."""
         self._penalised = frozenset(request.prompt) if request.sampling.repetition_penalty != 1 else frozenset()
@@ -154,7 +154,7 @@ class RequestState:
         try:
             token = self._next_token(logits_V, greedy, self._trial)
             complete = self.matcher is not None and self.matcher.draft(token)
-        except CompressError:  # what the model's own logits and the text itself lead to is known in `take`
+        except Exception:  # such as an extreme temperature; `take` ends the request if the text itself leads there
             return False
         self._trial.note(token)
         self.drafted.append(token)

@@ -286,12 +286,11 @@ class Scheduler:
     def _draft_and_run(self, step: Step, drafting: Drafting) -> None:
         generated = self.generated_tokens
         drafting.propose(step.decoding, self.runner.pool, len(self.running))
-        drafted = sum(len(state.drafted) for state in step.decoding)
         results = self._run(step)
         drafting.settle(step.decoding)
         self._postprocess(results)
-        if step.decoding and not step.reading:
-            drafting.end_step(len(step.decoding), drafted, self.generated_tokens - generated)
+        if not step.reading:
+            drafting.end_step(len(step.decoding), self.generated_tokens - generated)
 
     def _run(self, step: Step) -> list[tuple[list[RequestState], Tensor]]:
         """Run the forward passes; return the sequences that are fully read, with the logits [T, V] that follow them."""

@@ -17,6 +17,7 @@ from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for
 from engine.batching.draft_switch import DraftSwitch
 from engine.batching.drafting import cache_sizes
 from engine.batching.request import Request
+from engine.batching.request_state import RequestState
 from engine.batching.scheduler import Scheduler
 from engine.errors import OptionError
 from engine.generation.generate import Engine
@@ -301,6 +302,28 @@ def test_a_draft_that_fails_is_left_out(plain: Engine, pair: tuple[Path, Path], 
     assert [each.tokens for each in served] == [each.tokens for each in expected]
     assert [len(each.updates) < 12 for each in served] == [True, False]
     assert scheduler.drafting is not None and not scheduler.drafting._unusable
+
+
+def test_a_token_that_cannot_be_drafted_ends_no_request(
+    plain: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second drafted token of each step fails. Both requests go on with the first ones."""
+    own = RequestState._next_token
+
+    def fails(self: RequestState, *arguments: Any) -> int:
+        if len(self.drafted) == 1:
+            raise RuntimeError("the distribution has no sum")
+        return own(self, *arguments)
+
+    requests = [Request(prompt(6, seed), 20, SamplingOptions(seed % 2), ignore_end_tokens=True) for seed in range(2)]
+    expected = serve(plain, *requests)
+    monkeypatch.setattr(RequestState, "_next_token", fails)
+    scheduler = scheduler_for(engine)
+    served = [Served(scheduler, engine, request, number) for number, request in enumerate(requests)]
+    run_to_end(scheduler)
+    assert_all_free(scheduler)
+    assert [each.tokens for each in served] == [each.tokens for each in expected]
+    assert {len(update.tokens) for each in served for update in each.updates} == {1, 2}
 
 
 def test_after_a_failed_step_the_next_request_is_drafted(engine: Engine) -> None:
