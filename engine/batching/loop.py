@@ -58,7 +58,8 @@ class EngineLoop:
         self.max_model_length = self._scheduler.max_model_length
         tokenizer = copy.deepcopy(engine.tokenizer)  # other threads may use the engine's tokenizer at the same time
         vocabulary = engine.checkpoint.config.vocabulary_size
-        grammars = Grammars(partial(copy.deepcopy, engine.tokenizer), vocabulary, engine.end_tokens)
+        copied = partial(copy.deepcopy, engine.tokenizer)
+        grammars = Grammars(copied, vocabulary, engine.end_tokens, drafts=engine.draft is not None)
         self._surroundings = Surroundings(engine.end_tokens, PlainText(tokenizer), engine.device, grammars)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._max_queue = max_queue

@@ -30,14 +30,18 @@ KEPT_GRAMMARS = 16
 class Grammars:
     """Compiles grammars for the tokens of one model. Any thread may use it."""
 
-    def __init__(self, tokenizer: Callable[[], Any], vocabulary: int, end_tokens: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: Callable[[], Any], vocabulary: int, end_tokens: Collection[int], drafts: bool = False
+    ) -> None:
         """tokenizer: returns one that no other thread uses; called for the first grammar.
 
-        vocabulary: that of the logits. end_tokens: those that may end a text.
+        vocabulary: that of the logits. end_tokens: those that may end a text. drafts: whether matchers take tokens on trial,
+        for which each grammar is compiled twice: copies share their limits, and a trial must not use up those of the text.
         """
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, sorted(end_tokens)
+        self._drafts = drafts
         self._tokens: Any = None
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._kept: OrderedDict[str, list[Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def matcher(self, grammar: str) -> Matcher:
@@ -48,14 +52,15 @@ class Grammars:
         """
         with self._lock:
             made = self._kept.get(grammar)
-        if made is None:
-            made = self._compiled(grammar)  # others, which may be small, do not wait for it
+        if made is None:  # others, which may be small, do not wait for it
+            made = [self._compiled(grammar) for _ in range(1 + self._drafts)]
         with self._lock:
             self._kept[grammar] = made
             self._kept.move_to_end(grammar)
             if len(self._kept) > KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
-            return Matcher(made.deep_copy(), self._vocabulary)
+            own, *trial = (each.deep_copy() for each in made)
+        return Matcher(own, self._vocabulary, *trial)
 
     def _compiled(self, grammar: str) -> Any:
         library = guidance()
@@ -81,11 +86,14 @@ class _Place:
 class Matcher:
     """The place of one text in its grammar. One thread uses it at a time."""
 
-    def __init__(self, own: Any, vocabulary: int) -> None:
-        self._own, self._vocabulary = own, vocabulary
+    def __init__(self, own: Any, vocabulary: int, trial: Any = None) -> None:
+        """own and trial: llguidance's matchers of one grammar, compiled apart; None where no tokens are taken on trial."""
+        self._own, self._vocabulary, self._trial = own, vocabulary, trial
         self._place = _Place()
-        self._certain: tuple[Any, _Place] | None = None
-        """llguidance's matcher and the place before the tokens that were taken on trial; None while there are none."""
+        self._ahead_own: Any = None
+        """llguidance's matcher after the tokens that were taken on trial; None while there are none."""
+        self._before = _Place()
+        """The place before them."""
         self._ahead: list[tuple[int, _Place]] = []
         """Tokens that were taken on trial, and the place after each, for the text that may go there."""
 
@@ -96,9 +104,10 @@ class Matcher:
             return
         allowed_V = np.zeros(self._vocabulary, dtype=bool)
         try:
-            bits = np.frombuffer(_unpanicked(self._own.compute_bitmask), dtype=np.uint8)
+            own = self._own if self._ahead_own is None else self._ahead_own
+            bits = np.frombuffer(_unpanicked(own.compute_bitmask), dtype=np.uint8)
             allowed_V = np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(bool)
-            place.failure = first_line(self._own.get_error())
+            place.failure = first_line(own.get_error())
         except OptionError as error:
             place.failure = str(error)
         count = np.count_nonzero(allowed_V)
@@ -128,32 +137,36 @@ class Matcher:
 
         Raises OptionError if the grammar became too large to follow.
         """
-        is_known = bool(self._ahead) and self._ahead[0][0] == token
-        self._place = self._ahead.pop(0)[1] if is_known else _Place()
-        if not is_known:
-            self._ahead.clear()
-        return self._consumed(token)
+        token_and_place = self._ahead.pop(0) if self._ahead else (token, _Place())
+        if token_and_place[0] != token or token_and_place[1].failure:  # an error on trial is not one of the text
+            self._ahead, token_and_place = [], (token, _Place())
+        self._place = token_and_place[1]
+        if self._trial is not None and not self._trial.consume_token(token):
+            self._trial = None
+        return _consumed(self._own, token)
 
     def draft(self, token: int) -> bool:
-        """Take a token on trial, up to `undo`. Returns and raises as `take` does."""
-        if self._certain is None:
-            self._certain = self._own, self._place
-            # Copying takes microseconds, and an error of the copy leaves the original alone.
-            self._own, self._ahead = self._own.deep_copy(), []
-        complete = self._consumed(token)
+        """Take a token on trial, up to `undo`. Returns and raises as `take` does, and raises where no trial is possible."""
+        if self._trial is None:
+            raise _ended("no tokens can be taken on trial")
+        if self._ahead_own is None:
+            self._ahead_own, self._before, self._ahead = self._trial.deep_copy(), self._place, []  # takes microseconds
+        complete = _consumed(self._ahead_own, token)
         self._place = _Place()
         self._ahead.append((token, self._place))
         return complete
 
     def undo(self) -> None:
         """Go back before the tokens that were taken on trial. What may follow each is kept, and not computed again."""
-        if self._certain is not None:
-            (self._own, self._place), self._certain = self._certain, None
+        if self._ahead_own is not None:
+            self._ahead_own, self._place = None, self._before
 
-    def _consumed(self, token: int) -> bool:
-        if not _unpanicked(partial(self._own.consume_token, token)):
-            raise _ended(first_line(self._own.get_error()))
-        return bool(self._own.is_stopped())
+
+def _consumed(own: Any, token: int) -> bool:
+    """Let llguidance's matcher take a token; return whether only an end may follow. Raises OptionError."""
+    if not _unpanicked(partial(own.consume_token, token)):
+        raise _ended(first_line(own.get_error()))
+    return bool(own.is_stopped())
 
 
 def _unpanicked(call: Callable[[], Any]) -> Any:

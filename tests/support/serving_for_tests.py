@@ -48,7 +48,8 @@ class Served:
 @cache
 def grammars_of(engine: Engine) -> Grammars:
     """Return the compiler of grammars that all requests of an engine share."""
-    return Grammars(lambda: engine.tokenizer, engine.checkpoint.config.vocabulary_size, engine.end_tokens)
+    vocabulary = engine.checkpoint.config.vocabulary_size
+    return Grammars(lambda: engine.tokenizer, vocabulary, engine.end_tokens, drafts=engine.draft is not None)
 
 
 def scheduler_for(engine: Engine, **options: Any) -> Scheduler:
