@@ -71,7 +71,7 @@ class Drafting:
 
     @property
     def load(self) -> DraftLoad:
-        """The counts since the start, and whether the last step drafted."""
+        """The counts since the start, and whether the last step was to have drafted tokens."""
         return DraftLoad(self._drafted, self._accepted, self._is_on)
 
     def propose(self, decoding: Sequence[RequestState], pool: BlockPool, running: int) -> None:
@@ -141,6 +141,8 @@ class Drafting:
             pool.extend(state.table, length + most)
         else:  # no sequence is preempted for a draft
             most = min(most, len(state.table.blocks) * pool.block_size - length)
+            if most < 1:
+                return 0
         table = self._table(state)
         try:
             self.pool.extend(table, length + most)

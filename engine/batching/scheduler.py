@@ -100,6 +100,8 @@ class Scheduler:
         for name, value in (("the batch", max_batch_size), ("the chunk of a prompt", prefill_chunk)):
             if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
+        if engine.prediction is not None:
+            raise OptionError("a model's own layers draft for one prompt at a time; open it without them for a batch")
         self._engine, self._vocabulary = engine, engine.checkpoint.config.vocabulary_size
         self._max_batch_size, self._prefill_chunk = max_batch_size, prefill_chunk
         states = max_batch_size * cache_sizes(engine)[1]

@@ -262,6 +262,13 @@ def test_both_caches_are_within_the_limit(plain: Engine, engine: Engine) -> None
         scheduler_for(engine, kv_cache_bytes=150 * each, max_model_length=100)
 
 
+def test_a_models_own_layers_are_refused(pair: tuple[Path, Path]) -> None:
+    engine = Engine.open(pair[0], device="cpu")
+    engine.prediction = torch.nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(OptionError, match="one prompt at a time"):
+        scheduler_for(engine)
+
+
 def test_the_draft_reads_a_prompt_in_pieces(pair: tuple[Path, Path]) -> None:
     """The draft, which is always right, reads 16 tokens in a step: a text of 60 to 64 is drafted from the fourth step on."""
     engine = Engine.open(pair[0], device="cpu", draft=pair[0], draft_tokens=3)
