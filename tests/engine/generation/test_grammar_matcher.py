@@ -173,7 +173,7 @@ def test_a_panic_of_the_library_ends_one_text() -> None:
 
 
 def test_tokens_on_trial_are_undone(letters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may follow is computed once for a place, where the text goes as the trial went, and anew where it does not."""
+    """The mask of a place is computed once where the text goes as the trial went, and anew where it does not."""
     computed, prepare = list[str](), Matcher.prepare
 
     def noted(self: Matcher) -> None:
