@@ -194,10 +194,6 @@ class Checkpoint(ModelDirectory):
         view = self._views[name]
         return view.scheme if isinstance(view, QuantizedView) else None
 
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names on disk of the tensors that a weight is made of."""
-        return self._views[name].stored_names
-
     def is_packed(self, name: str) -> bool:
         """Return whether a tensor is stored as packed integers or in MXFP4 blocks."""
         view = self._views[name]
