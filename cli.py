@@ -17,6 +17,7 @@ VERBS = (
     "fit",
     "generate",
     "inspect",
+    "layout",
     "merge",
     "plan_run",
     "prune",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from calibrate.similarity import alignment, linear_grams, pairwise, rbf_grams
-from calibrate.statistics import LayerStatistics, Statistics, load_layer
+from calibrate.statistics import CHOSEN_TOKENS, LayerStatistics, Statistics, load_layer
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
@@ -152,6 +152,7 @@ class LayerCollector:
         self.router_gram = zeros(experts, experts)
         self.ratios: list[Tensor] = []
         self.norms: list[Tensor] = []
+        self.chosen: list[Tensor] = []
         self.samples: list[tuple[Tensor, Tensor]] = []
         block.observer = self.see_routing
         block.expert_observer = self.see_expert
@@ -169,6 +170,8 @@ class LayerCollector:
         # A sigmoid router may give all experts of a token a weight of zero.
         self.ratios.append((ordered_TK[:, 1:] / ordered_TK[:, :1].clamp_min(torch.finfo(torch.float32).tiny)).cpu())
         self.norms.append(importance(x_TD).float().cpu())
+        if self.seen < CHOSEN_TOKENS:
+            self.chosen.append(experts_TK[: CHOSEN_TOKENS - self.seen].short().cpu())
         here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])]
         self.samples.append((x_TD[here - self.seen], probabilities_TN[here - self.seen]))
         self.seen += x_TD.shape[0]
@@ -222,6 +225,7 @@ class LayerCollector:
             rbf_cka_before=alignment(gram_NTT, gram_NTT[:0] if before_MTT is None else before_MTT).cpu(),
             unselected_probability_share=unselected.cpu(),
             input_norm_quantile=norms_T.kthvalue(len(norms_T) - len(norms_T) // PROTECTED_ONE_IN).values.reshape(1),
+            chosen=self.chosen[0],
         )
         return statistics, gram_NTT
 
@@ -235,3 +239,4 @@ class LayerCollector:
         self.samples = [(sample_TD, probabilities_TN)]
         self.ratios = [processes.gathered(torch.cat(self.ratios) if self.ratios else None)]
         self.norms = [processes.gathered(torch.cat(self.norms) if self.norms else None)]
+        self.chosen = [processes.gathered(torch.cat(self.chosen) if self.chosen else None)[:CHOSEN_TOKENS].contiguous()]

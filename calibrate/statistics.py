@@ -1,6 +1,7 @@
 """Calibration statistics and their file, which every method reads: safetensors with a JSON header.
 
-Shape suffixes: N routed experts of the layer, M of the MoE layer before it, K the model's top-k, D hidden.
+Shape suffixes: N routed experts of the layer, M of the MoE layer before it, K the model's top-k, D hidden, C tokens whose
+experts are listed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.decoder.routing import NO_EXPERT
 from engine.errors import DataError
 from engine.families.config import DecoderConfig
 from engine.files.json_file import shown
@@ -21,6 +23,8 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 
 SCHEMA_VERSION = 3
+CHOSEN_TOKENS = 16_384
+"""The experts of so many tokens are listed, at most: 256 kB for each layer of a model that chooses 8 for a token."""
 
 
 @dataclass
@@ -65,6 +69,10 @@ class LayerStatistics:
     input_norm_quantile: Tensor | None = None
     """[1] quantile over tokens of ‖x‖₁, the 1-norm of the router's input: one token in 50 is above it (MC-MoE protects
     these). None in statistics of an earlier version.
+    """
+    chosen: Tensor | None = None
+    """[C, K] experts of the first C tokens of the text, in its order, as int16; −1 where a token has fewer than K. It
+    says which experts are used together and after each other (calibrate/chosen.py). None in earlier versions' statistics.
     """
 
 
@@ -148,9 +156,14 @@ def _read_layer(file: SafetensorsFile, index: int, config: DecoderConfig, path: 
         shape = shapes.get(field.name, (experts,))
         if name not in file.entries and field.default is None:  # earlier versions did not collect it
             continue
+        if field.name == "chosen" and name in file.entries:
+            shape = (*file.entries[name].shape[:1], per_token)
         if name not in file.entries or file.entries[name].shape != shape:
             raise DataError(f"{path}: {name} is missing or of another shape; these statistics are of another model")
         values[field.name] = file.tensor(name).clone()
         if not bool(torch.isfinite(values[field.name]).all()):
             raise DataError(f"{path}: {name} holds NaN or infinity; calibrate again")
+    chosen_CK = values.get("chosen")
+    if chosen_CK is not None and not bool(((chosen_CK >= NO_EXPERT) & (chosen_CK < experts)).all()):
+        raise DataError(f"{path}: layers.{index}.chosen names experts that the layer does not have; calibrate again")
     return LayerStatistics(**values)

@@ -13,15 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from calibrate.chosen import chosen_of
 from calibrate.options import CalibrationOptions
+from calibrate.statistics import load_statistics
 from compress.cost.counts import OperationCounts, Passes
-from compress.cost.devices import DEVICES, Device, measured
+from compress.cost.decoding import Machine, decoding_bytes, predicted_decoding, slots_within
+from compress.cost.devices import DEVICES, Device, measured, reading_speed
+from compress.cost.disk import DiskSpeed, measured_disk
 from compress.cost.phases import PassCosts, Phase, Planned, Resident, kept_of, perplexity_phase, statistics_phase
 from compress.methods import METHODS
 from compress.methods.criterion import criterion_of
 from compress.options.plan_run import RunOptions
-from compress.report.figures import PhaseFigures, PlanRunFigures
+from compress.report.figures import DecodingFigures, PhaseFigures, PlanRunFigures
 from compress.run.result import SKIP_TABLE_SEQUENCES
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.compressed_floats import formats_of
@@ -29,6 +34,7 @@ from engine.checkpoint.hub import is_hub_id, split
 from engine.checkpoint.model_directory import DEMO, DEMO_DIRECTORY
 from engine.checkpoint.mxfp4 import is_packed
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.expert_cache.policies import BEST
 from engine.families.config import DecoderConfig
 from engine.families.resolve import decoder_config
 from engine.families.rotary_embedding import Rotary
@@ -102,9 +108,11 @@ def planned_model(path: Path) -> Planned:
 def plan_run(options: RunOptions) -> PlanRunFigures:
     """Return the figures of `compress plan-run --json`; only config.json is read."""
     options.check()
-    model = planned_model(config_path(options.model))
+    path = config_path(options.model)
+    model = planned_model(path)
     calibration = options.calibration.sized(options.model == DEMO, model.config.max_positions)
     dtype = options.dtype or model.dtype
+    chosen = _chosen(options, model.config)
     device = _device(options, model.config, dtype)
     phases = list(planned_phases(options, model, calibration, dtype, device))
     start = Phase("start", OperationCounts(), 0.0, device.start_seconds)
@@ -132,7 +140,39 @@ def plan_run(options: RunOptions) -> PlanRunFigures:
         "device_memory_bytes": device.memory_bytes,
         "fits": peak <= device.memory_bytes,
         "phases": rows,
+        "decoding": _decoding(options, path, before, dtype, device, calibration.sequence_length, chosen),
     }
+
+
+def _chosen(options: RunOptions, config: DecoderConfig) -> dict[int, Tensor] | None:
+    """Return the experts of the tokens of the statistics file, by decoder layer; None without one."""
+    if options.statistics is None:
+        return None
+    return chosen_of(load_statistics(options.statistics, config), str(options.statistics))
+
+
+def _decoding(
+    options: RunOptions,
+    path: Path,
+    passes: Passes,
+    dtype: torch.dtype,
+    device: Device,
+    length: int,
+    chosen: dict[int, Tensor] | None,
+) -> DecodingFigures | None:
+    """Return the figures of decoding within --memory-limit; None without it. The disk is measured unless it is given."""
+    if options.memory_limit is None:
+        return None
+    sizes = decoding_bytes(passes, length, dtype)
+    slots_within(options.memory_limit, device.base_bytes, sizes, passes.config)  # before anything is measured
+    if options.disk_speed is not None:
+        disk = DiskSpeed(options.disk_speed, "given")
+    else:
+        files = [path] if is_gguf(path) else sorted(path.parent.glob("*.safetensors"))
+        disk = measured_disk([file for file in files if file.is_file()], sizes.slot)
+    seed = options.calibration.seed
+    machine = Machine(device.base_bytes, reading_speed(), disk)
+    return predicted_decoding(passes, dtype, machine, options.memory_limit, length, chosen, seed)
 
 
 def _row(phase: Phase, device: Device, dtype: torch.dtype) -> PhaseFigures:
@@ -201,3 +241,21 @@ def shown(figures: PlanRunFigures) -> list[list[str]]:
     head = ["", "TFLOP", "bytes moved", "seconds", "memory"]
     rows = [cells(row["phase"], row, row["memory_bytes"]) for row in figures["phases"]]
     return [head, *rows, cells("whole run, peak", figures, figures["peak_memory_bytes"])]
+
+
+def shown_decoding(figures: DecodingFigures) -> list[list[str]]:
+    """Return a table for people: each policy of the expert cache, the default first."""
+    head = ["experts kept by", "in memory", "read per token", "tokens/s", "reading ahead"]
+    from compress.report.columns import size
+
+    rows = [
+        [
+            f"{name}, in hindsight" if name == BEST else name,
+            f"{row['hit_rate']:.1%}",
+            size(int(row["read_bytes_per_token"])),
+            f"{row['tokens_per_second']:,.2f}",
+            f"{row['tokens_per_second_reading_ahead']:,.2f}",
+        ]
+        for name, row in figures["policies"].items()
+    ]
+    return [head, *rows]

@@ -87,6 +87,8 @@ CPU_PRODUCT_EFFICIENCY = 0.95
 """Share of the measured product rate that experts reach, which get unequal numbers of tokens. Calibrated likewise."""
 TRIAL_FLOPS = 4e9
 TRIAL_BYTES = 128 << 20
+STREAM_BYTES = 512 << 20
+"""Bytes whose reading is timed: more than caches hold."""
 TRIALS = 12
 STARTED_BYTES = 120 << 20
 """Bytes in memory before the first layer beyond a process with the same imports: tokenizer, text, and compiled kernels
@@ -130,6 +132,13 @@ def measured(dtype: torch.dtype, rows: int, hidden: int, width: int, vocabulary:
         calibration="rates measured on the spot; efficiencies on three models (benchmarks/run_plan.py)",
         maps_weights=True,
     )
+
+
+def reading_speed() -> float:
+    """Return the bytes per second at which this processor reads memory, the best of several trials."""
+    buffer = torch.ones(STREAM_BYTES // 8, dtype=torch.int64)
+    (seconds,) = _best_seconds(buffer.sum)
+    return buffer.nbytes / seconds
 
 
 def _product(dtype: torch.dtype, rows: int, hidden: int, width: int) -> Callable[[], object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrate.options import CalibrationOptions
@@ -41,6 +42,26 @@ class RunOptions:
         score=left_out(),
     )
     naee_limit: int = like(PruneOptions, "naee_limit")
+    memory_limit: int | None = like(
+        JobOptions,
+        "memory_limit",
+        help="Also predict the tokens per second of text from MODEL within so much memory, such as 8GB: experts that do not "
+        "fit are read from the disk.",
+    )
+    statistics: Path | None = like(
+        JobOptions,
+        "statistics",
+        help="Statistics file of `compress calibrate`, whose tokens choose the experts for --memory-limit; without it, the "
+        "choice is random.",
+    )
+    disk_speed: int | None = option(
+        None,
+        group="Machine",
+        is_size=True,
+        minimum=1,
+        unset="measured on MODEL's files",
+        help="Bytes that the disk reads in a second, such as 3GB, for --memory-limit.",
+    )
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -50,3 +71,11 @@ class RunOptions:
         """Raise OptionError for values that no run can have."""
         if not 0.0 < self.sparsity < 1.0:
             raise OptionError(f"sparsity is {self.sparsity}; it must lie strictly between 0 and 1")
+        if self.memory_limit is None:
+            for flag, value in (("--statistics", self.statistics), ("--disk-speed", self.disk_speed)):
+                if value is not None:
+                    raise OptionError(f"{flag} is for --memory-limit; give both, or leave it out")
+        elif self.device != "cpu":
+            raise OptionError(
+                f"--memory-limit is the memory of a processor, and --device is {self.device}; give --device cpu"
+            )

@@ -97,6 +97,33 @@ class QuantizeFigures(ModelFigures, RoundingFigures):
     """Figures of `compress quantize`."""
 
 
+class LayoutFigures(TypedDict):
+    """Figures of `compress layout`. Shares and reads are None for a family whose stored experts are not known."""
+
+    artifact: str
+    method: str
+    order: str
+    """co-use or plain."""
+    experts_per_layer: list[int]
+    bytes: int
+    page_bytes: int
+    expert_bytes: int | None
+    """Stored bytes of the largest expert."""
+    reads_per_expert_before: int | None
+    """Most ranges of a file that an expert lies in; the next field is of the result."""
+    reads_per_expert_after: int | None
+    page_aligned_share_before: float | None
+    """Share of experts all of whose ranges begin and end on a page; the next field is of the result."""
+    page_aligned_share_after: float | None
+    neighbors_share_before: float | None
+    """Share of neighbors on the disk among pairs of experts that a token uses together; None without a text. The next field
+    is of the result."""
+    neighbors_share_after: float | None
+    note: str | None
+    seconds: float
+    peak_memory_bytes: int
+
+
 class SearchFigures(TypedDict):
     """Figures of NAEE's comparison of subsets."""
 
@@ -360,6 +387,47 @@ class PhaseFigures(TypedDict):
     memory_bytes: int
 
 
+class PolicyFigures(TypedDict):
+    """One policy of the expert cache, simulated."""
+
+    hit_rate: float
+    """Share of the experts of tokens that are in memory."""
+    read_bytes_per_token: float
+    read_seconds_per_token: float
+    tokens_per_second: float
+    """Where a token waits for its missing experts, one after the other with its computation."""
+    tokens_per_second_reading_ahead: float
+    """Where all reads happen during computation: no run is faster."""
+
+
+class DecodingFigures(PolicyFigures):
+    """Decoding within a limit of memory. Figures of PolicyFigures are those of `policy`."""
+
+    memory_limit_bytes: int
+    interpreter_bytes: int
+    resident_weights_bytes: int
+    """All weights but the routed experts."""
+    kv_cache_bytes: int
+    slot_bytes: int
+    """Stored bytes of the largest expert."""
+    slots: int
+    """Experts that the limit holds."""
+    experts: int
+    routing: str
+    """Where the experts of the simulated tokens are from."""
+    tokens_simulated: int
+    """The first half of them fills the cache and is not counted."""
+    disk_bytes_per_second: float
+    disk_source: str
+    memory_bytes_per_second: float
+    weights_bytes_per_token: int
+    compute_seconds_per_token: float
+    tokens_per_second_all_in_memory: float
+    policy: str
+    policies: dict[str, PolicyFigures]
+    """Every policy by name, and `best`, the best possible in hindsight."""
+
+
 class PlanRunFigures(TypedDict):
     """Figures of `compress plan-run`."""
 
@@ -382,3 +450,5 @@ class PlanRunFigures(TypedDict):
     device_memory_bytes: int
     fits: bool
     phases: list[PhaseFigures]
+    decoding: DecodingFigures | None
+    """Text from the model within --memory-limit; None without that."""

@@ -64,7 +64,8 @@ class EngineLoop:
         self.max_model_length = self._scheduler.max_model_length
         tokenizer = copy.deepcopy(engine.tokenizer)  # other threads may use the engine's tokenizer at the same time
         vocabulary = engine.checkpoint.config.vocabulary_size
-        grammars = Grammars(partial(copy.deepcopy, engine.tokenizer), vocabulary, engine.end_tokens)
+        copied = partial(copy.deepcopy, engine.tokenizer)
+        grammars = Grammars(copied, vocabulary, engine.end_tokens, drafts=engine.draft is not None)
         self._surroundings = Surroundings(engine.end_tokens, PlainText(tokenizer), engine.device, grammars)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._max_queue = max_queue
@@ -164,9 +165,9 @@ class EngineLoop:
         return Load(
             running=len(scheduler.running),
             waiting=len(self._arrived) + len(self._compiling) + len(scheduler.waiting),
-            kv_cache_bytes=scheduler.runner.cache_bytes,
+            kv_cache_bytes=scheduler.runner.cache_bytes + (scheduler.drafting.cache_bytes if scheduler.drafting else 0),
             kv_cache_used_share=scheduler.used_share,
-            weights_bytes=self._engine.weights_bytes,
+            weights_bytes=sum(each.weights_bytes for each in self._engine.both),
             resident_bytes=resident_memory_bytes(),
             prompt_tokens=scheduler.prompt_tokens,
             generated_tokens=scheduler.generated_tokens,
@@ -175,7 +176,8 @@ class EngineLoop:
             tokens_per_second=self._rate.over(RATE_SECONDS),
             experts_evaluated_per_layer=evaluated,
             experts_skipped_per_layer=skipped,
-            load_seconds=self._engine.load_seconds,
+            load_seconds=sum(each.load_seconds for each in self._engine.both),
+            draft=scheduler.drafting.load if scheduler.drafting else None,
             kv_cache_disk_bytes=0 if self._disk is None else self._disk.bytes,
             kv_cache_disk_blocks_read=counts.read,
             kv_cache_disk_blocks_written=counts.written,

@@ -58,29 +58,36 @@ class PagedRunner:
         return end
 
     def decode(self, states: Sequence[RequestState]) -> Tensor:
-        choice = self._decoding_kernels
-        with torch_products(len(states), self._dtype, self._device):
-            return self._decoder.logits(self._forward(states, 1, choice)[:, 0], choice)
+        choice, rows = self._decoding_kernels, [state for state in states for _ in range(1 + len(state.drafted))]
+        tokens = [token for state in states for token in (state.tokens[-1], *state.drafted)]
+        ahead = [place for state in states for place in range(1 + len(state.drafted))]
+        with torch_products(len(rows), self._dtype, self._device):
+            hidden_TLD = self._forward(rows, torch.tensor(tokens)[:, None], choice, ahead if any(ahead) else None)
+            logits_TV = self._decoder.logits(hidden_TLD[:, 0], choice)
+        for state in states:  # which drafted tokens stay is not known yet
+            self.pool.fill(state.table, state.tokens, len(state.tokens))
+        return logits_TV
 
     def read(self, state: RequestState, end: int) -> Tensor | None:
         start = state.table.length
-        hidden_LD = self._forward([state], end - start, self._prompt_kernels)[0]
+        hidden_LD = self._forward([state], torch.tensor([state.tokens[start:end]]), self._prompt_kernels)[0]
+        self.pool.fill(state.table, state.tokens, end)
         if state.asks_for_prompt:
             state.take_prompt(start, end, lambda first, last: self._decoder.logits(hidden_LD[first:last]))
         return None if state.unread else self._decoder.logits(hidden_LD[-1:])
 
-    def _forward(self, states: Sequence[RequestState], new: int, choice: KernelChoice) -> Tensor:
-        """Read `new` more tokens of each sequence into the cache and return the hidden states [B, L, D]."""
-        batch = PagedBatch(self.cache, [state.table for state in states], new, [len(s.request.prompt) for s in states])
-        lengths = [state.table.length + new for state in states]
-        tokens = [state.tokens[end - new : end] for state, end in zip(states, lengths, strict=True)]
-        tokens_BL = torch.tensor(tokens, device=self._device)
+    def _forward(
+        self, states: Sequence[RequestState], tokens_BL: Tensor, choice: KernelChoice, ahead: Sequence[int] | None = None
+    ) -> Tensor:
+        """Read tokens after the content of the tables, whose lengths stay; return the hidden states [B, L, D].
+
+        ahead: how far after it each token is, where a sequence has several rows.
+        """
+        tables, new = [state.table for state in states], tokens_BL.shape[1]
+        batch = PagedBatch(self.cache, tables, new, [len(state.request.prompt) for state in states], ahead)
         thresholds = [threshold for state in states for threshold in [self._threshold(state)] * new]
         with self._skipping.applied(thresholds):
-            hidden_BLD = self._decoder.hidden_states(tokens_BL, None, batch, choice)
-        for state, length in zip(states, lengths, strict=True):
-            self.pool.fill(state.table, state.tokens, length)
-        return hidden_BLD
+            return self._decoder.hidden_states(tokens_BL.to(self._device), None, batch, choice)
 
     def _threshold(self, state: RequestState) -> float:
         asked = state.request.skip_threshold

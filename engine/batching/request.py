@@ -107,6 +107,17 @@ Listener = Callable[[Update], None]
 
 
 @dataclass(frozen=True)
+class DraftLoad:
+    """Counts of a draft since its start."""
+
+    drafted_tokens: int
+    accepted_tokens: int
+    """Drafted tokens that the model chose too."""
+    is_on: bool
+    """Whether the last step was to have drafted tokens."""
+
+
+@dataclass(frozen=True)
 class Load:
     """Load and statistics of an engine, for reports. Counts are since its start."""
 
@@ -139,3 +150,5 @@ class Load:
     """Blocks that could not be read or written, or for which the disk was too slow."""
     kv_cache_disk_hits: int = 0
     """Requests that found a part of their prompt on disk."""
+    draft: DraftLoad | None = None
+    """Counts of the draft; None without one. Its weights, cache and loading are part of the figures above."""

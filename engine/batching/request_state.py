@@ -1,6 +1,6 @@
 """State of one request from arrival to last update: tokens, text, place in the cache and in the grammar, random generator.
 
-Shape suffixes: L positions, V vocabulary.
+Shape suffixes: L positions, R rows of one request, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,6 +39,30 @@ class Surroundings:
     """Compiler of grammars; None where no request has one."""
 
 
+@dataclass
+class _Choosing:
+    """State besides the grammar that the choice of a token depends on, and changes."""
+
+    generator: torch.Generator
+    counts: Counter[int]
+    """How often each token was generated."""
+    generated: int = 0
+    """Number of generated tokens."""
+
+    def copy(self, draws: bool) -> _Choosing:
+        """Return a copy. draws: whether tokens are drawn, so that the generator is copied too."""
+        generator = self.generator
+        if draws:
+            generator = torch.Generator(generator.device)
+            generator.set_state(self.generator.get_state())
+        return _Choosing(generator, self.counts.copy(), self.generated)
+
+    def note(self, token: int) -> None:
+        """Count a token."""
+        self.counts[token] += 1
+        self.generated += 1
+
+
 class RequestState:
     """A waiting, running or ended request. Only this object calls its listener, and never after the last update."""
 
@@ -57,8 +81,11 @@ class RequestState:
         shown, least = frozenset(request.shown_special_tokens), request.min_new_tokens
         decode = partial(shared.decode, shown=shown) if shown else shared.decode
         self._stream = TextStream(list(request.prompt), request.max_new_tokens, ends, request.stop, decode, least)
-        self._generator = request.sampling.generator(shared.device)
-        self._counts: Counter[int] = Counter()
+        self._choosing = _Choosing(request.sampling.generator(shared.device), Counter())
+        self._trial: _Choosing | None = None
+        """State after the drafted tokens while tokens are drafted; None otherwise."""
+        self.drafted: list[int] = []
+        """Tokens that a draft proposes after `tokens`, for the next `take`."""
         self._penalised = frozenset(request.prompt) if request.sampling.repetition_penalty != 1 else frozenset()
         self.matcher: Matcher | None = None
         """The place in the grammar, once it is compiled. It follows the generated tokens, which a preemption keeps."""
@@ -112,20 +139,47 @@ class RequestState:
             logits_LV = logits(place, place + len(targets))
             self.prompt_logprobs += described(logits_LV, targets, self.request.top_logprobs or 0)
 
-    def next_token(self, logits_V: Tensor, greedy: int) -> int:
+    @property
+    def room(self) -> int:
+        """Number of tokens left up to the limit."""
+        return self._stream.room
+
+    def draft(self, logits_V: Tensor, greedy: int) -> bool:
+        """Append a drafted token, chosen by a draft's logits as `take` chooses by the model's, with the same random number.
+
+        Returns whether another one may follow. The grammar stays after the drafted tokens up to `settle`.
+        """
+        if self._trial is None:
+            self._trial = self._choosing.copy(self.request.sampling.temperature > 0)
+        try:
+            token = self._next_token(logits_V, greedy, self._trial)
+            complete = self.matcher is not None and self.matcher.draft(token)
+        except Exception:  # such as an extreme temperature; `take` ends the request if the text itself leads there
+            return False
+        self._trial.note(token)
+        self.drafted.append(token)
+        return not complete and token not in self._stream.end_tokens
+
+    def settle(self) -> None:
+        """End the drafting: the next choice is that of the first token again."""
+        self._trial = None
+        if self.matcher is not None:
+            self.matcher.undo()
+
+    def _next_token(self, logits_V: Tensor, greedy: int, choosing: _Choosing) -> int:
         """Return the next token; `greedy` is the most probable one. Raises OptionError if the grammar cannot be followed."""
         if self.matcher is not None and (token := self.matcher.only()) is not None:
             return token  # such as most of the names and brackets of a schema; no number is drawn for it
-        options, allowed_V = self.request.sampling, self._allowed(logits_V.shape[-1])
-        adjusted_V = penalised(logits_V, self._counts, options, self._penalised)
+        options, allowed_V = self.request.sampling, self._allowed(logits_V.shape[-1], choosing.generated)
+        adjusted_V = penalised(logits_V, choosing.counts, options, self._penalised)
         if allowed_V is not None:
-            return int(sample(adjusted_V[None], options, self._generator, allowed_V.to(logits_V.device)[None]))
+            return int(sample(adjusted_V[None], options, choosing.generator, allowed_V.to(logits_V.device)[None]))
         if options.temperature == 0 and adjusted_V is logits_V:
             return greedy
-        return int(sample(adjusted_V[None], options, self._generator))
+        return int(sample(adjusted_V[None], options, choosing.generator))
 
-    def _allowed(self, vocabulary: int) -> Tensor | None:
-        """Return the tokens that may follow, bool [V]; None for all.
+    def _allowed(self, vocabulary: int, generated: int) -> Tensor | None:
+        """Return the tokens that may follow so many generated ones, bool [V]; None for all.
 
         Before the minimum length, and where end tokens are ignored, a text ends only where its grammar leaves nothing else.
         """
@@ -133,7 +187,7 @@ class RequestState:
         if self.matcher is None and not request.min_new_tokens:
             return None
         allowed_V = None if self.matcher is None else self.matcher.allowed()
-        if self.timings.generated_tokens < request.min_new_tokens:
+        if generated < request.min_new_tokens:
             closed = self._end_tokens.union(request.stop_tokens)
         if self.matcher is not None and request.ignore_end_tokens:
             closed |= self._shared.end_tokens
@@ -143,22 +197,39 @@ class RequestState:
         left_V[list(closed)] = False
         return left_V if bool(left_V.any()) else allowed_V
 
-    def take(self, logits_V: Tensor, greedy: int) -> None:
-        """Choose the next token, append it, and send an update to the listener."""
+    def take(self, logits_RV: Tensor, greedy: Sequence[int]) -> None:
+        """Choose the next token by the first row, and while it is the drafted one, the token after it by the next row.
+
+        Append the tokens, and send one update to the listener. greedy: the most probable token of each row.
+        """
         if self.timings.first_token is None:
             self.timings.first_token = time.monotonic()
         if self.request.max_new_tokens == 0:
             self._tell(finish_reason="length")
             return
-        token = self.next_token(logits_V, greedy)
-        top = self.request.top_logprobs
-        logprobs = () if top is None else tuple(described(logits_V[None], [token], top))
+        drafted, self.drafted = self.drafted, []
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        try:
+            for row, best in enumerate(greedy):
+                token = self._take_one(logits_RV[row], best)
+                tokens.append(token)
+                if self.request.top_logprobs is not None:
+                    logprobs += described(logits_RV[row, None], [token], self.request.top_logprobs)
+                if self._stream.finish_reason or drafted[row : row + 1] != [token]:
+                    break
+        finally:  # those before one that cannot be chosen are told
+            if tokens:
+                self._tell(self._stream.finish_reason, self._stream.take(), tuple(tokens), tuple(logprobs))
+
+    def _take_one(self, logits_V: Tensor, greedy: int) -> int:
+        token = self._next_token(logits_V, greedy, self._choosing)
         complete = self.matcher is not None and self.matcher.take(token)
+        self._choosing.note(token)
         self.tokens.append(token)
-        self._counts[token] += 1
         self._stream.append(token, complete)
         self.timings.generated_tokens += 1
-        self._tell(self._stream.finish_reason, self._stream.take(), (token,), logprobs)
+        return token
 
     def end(self, finish_reason: str, error: str = "") -> None:
         """Send the last update to the listener, unless it was sent before."""

@@ -4,7 +4,7 @@ Each step generates one token for every decoding sequence and reads pieces of th
 request's result does not depend on the other requests: a prompt is always split at the same places, sequences never
 share an attention product, and each has its own random generator. Only a Runner knows the model.
 
-Shape suffixes: B sequences, V vocabulary.
+Shape suffixes: B sequences, T rows, R rows of one sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.batching.adapted_runner import AdaptedRunner
 from engine.batching.disk_blocks import DiskBlocks, disk_blocks
 from engine.batching.disk_cache import DiskCache
+from engine.batching.drafting import Drafting, cache_sizes
 from engine.batching.masks_ahead import MasksAhead
 from engine.batching.onnx_runner import OnnxRunner
 from engine.batching.paged_runner import PagedRunner
@@ -63,7 +64,10 @@ class Runner(Protocol):
         """Return where the next piece of a prompt may end instead of `end`, at least one token on."""
 
     def decode(self, states: Sequence[RequestState]) -> Tensor:
-        """Read the one unread token of each sequence and return the logits [B, V]."""
+        """Read the one unread token of each sequence, and its drafted tokens after it, which only PagedRunner takes.
+
+        Returns the logits [T, V] after each token; the drafted ones do not count as read.
+        """
 
     def read(self, state: RequestState, end: int) -> Tensor | None:
         """Read the tokens up to `end` and store requested prompt log-probabilities.
@@ -102,14 +106,23 @@ class Scheduler:
         for name, value in (("the batch", max_batch_size), ("the chunk of a prompt", prefill_chunk)):
             if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
+        if engine.prediction is not None:
+            raise OptionError("a model's own layers draft for one prompt at a time; open it without them for a batch")
         self._engine, self._vocabulary = engine, engine.checkpoint.config.vocabulary_size
         self._max_batch_size, self._prefill_chunk = max_batch_size, prefill_chunk
-        states = max_batch_size * engine.cache_sizes[1]
+        states = max_batch_size * cache_sizes(engine)[1]
         self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, states, block_size)
-        self.runner = _runner(engine, kv_cache_bytes - states, block_size, max_batch_size)
+        self._masks = MasksAhead()
+        self.drafting: Drafting | None = None
+        """The draft, where the engine has one. Both caches hold equally many positions."""
+        cache = kv_cache_bytes - states
+        if engine.draft is not None:
+            blocks = cache // (cache_sizes(engine)[0] * block_size)
+            cache = blocks * engine.cache_sizes[0] * block_size
+            self.drafting = Drafting(engine, blocks, block_size, prefill_chunk, self._masks)
+        self.runner = _runner(engine, cache, block_size, max_batch_size)
         self.on_disk = None if disk is None else _on_disk(engine, self.runner, disk, prefill_chunk)
         """The blocks on disk; None without a disk, and for a model whose prompts share nothing."""
-        self._masks = MasksAhead()
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         """Running requests, oldest first."""
@@ -156,7 +169,7 @@ class Scheduler:
             self.waiting.append(state)
 
     def step(self) -> None:
-        """Generate one token for every running sequence, and read a piece of a prompt.
+        """Generate one token for every running sequence, or several where they are drafted, and read a piece of a prompt.
 
         Any exception is a bug or out of memory.
         """
@@ -164,7 +177,10 @@ class Scheduler:
             step = self._schedule()
             if self.on_disk is not None and not step.decoding and not step.reading:
                 self.on_disk.wait()
-            self._postprocess(self._run(step))
+            if self.drafting is None:
+                self._postprocess(self._run(step))
+            else:
+                self._draft_and_run(step, self.drafting)
 
     def cancel(self, state: RequestState) -> None:
         """End a waiting or running request."""
@@ -182,6 +198,8 @@ class Scheduler:
             state.end("error", error)
         self.running.clear()
         self.runner.clear()
+        if self.drafting is not None:
+            self.drafting.clear()
         self._unused_when_full = -1
 
     def close(self) -> None:
@@ -220,6 +238,8 @@ class Scheduler:
         self.running.remove(state)
         self.runner.pool.release(state.table)
         state.table = BlockTable()  # the old table's state is released with it
+        if self.drafting is not None:
+            self.drafting.release(state)
         self.waiting.appendleft(state)
         self.preemptions += 1
 
@@ -286,8 +306,17 @@ class Scheduler:
                 chosen.append((state, end))
         return chosen
 
+    def _draft_and_run(self, step: Step, drafting: Drafting) -> None:
+        generated = self.generated_tokens
+        drafting.propose(step.decoding, self.runner.pool, len(self.running))
+        results = self._run(step)
+        drafting.settle(step.decoding)
+        self._postprocess(results)
+        if not step.reading:
+            drafting.end_step(len(step.decoding), self.generated_tokens - generated)
+
     def _run(self, step: Step) -> list[tuple[list[RequestState], Tensor]]:
-        """Run the forward passes; return the sequences that are fully read, with the logits [B, V] that follow them."""
+        """Run the forward passes; return the sequences that are fully read, with the logits [T, V] that follow them."""
         results: list[tuple[list[RequestState], Tensor]] = []
         ends = [state for state, end in step.reading if end == len(state.tokens)]
         with self._masks.computed([*step.decoding, *ends]):
@@ -312,25 +341,34 @@ class Scheduler:
 
     def _postprocess(self, results: list[tuple[list[RequestState], Tensor]]) -> None:
         """Choose tokens, send updates, and release sequences that have ended."""
-        for states, logits_BV in results:
-            wide_BV = logits_BV.float()  # argmax in float32 is several times as fast as in half precision
-            finite, greedy = wide_BV.isfinite().all(dim=-1).tolist(), wide_BV.argmax(dim=-1).tolist()
-            for row, (state, usable, token) in enumerate(zip(states, finite, greedy, strict=True)):
-                if usable:
-                    self._take(state, wide_BV[row], token)
+        for states, logits_TV in results:
+            wide_TV = logits_TV.float()  # argmax in float32 is several times as fast as in half precision
+            finite, greedy = wide_TV.isfinite().all(dim=-1).tolist(), wide_TV.argmax(dim=-1).tolist()
+            end = 0
+            for state in states:
+                start, end = end, end + 1 + len(state.drafted)
+                usable = next((row for row in range(start, end) if not finite[row]), end)
+                if usable > start:
+                    self._take(state, wide_TV[start:usable], greedy[start:usable])
                 else:
                     self._end_in_doubt(state, NOT_FINITE)
 
-    def _take(self, state: RequestState, logits_V: Tensor, greedy: int) -> None:
-        generated = state.timings.generated_tokens
+    def _take(self, state: RequestState, logits_RV: Tensor, greedy: Sequence[int]) -> None:
+        generated, drafted, failure = state.timings.generated_tokens, len(state.drafted), ""
         try:
-            state.take(logits_V, greedy)
+            state.take(logits_RV, greedy)
         except OptionError as error:  # what its grammar asks
-            self._end_in_doubt(state, str(error))
+            failure = str(error)
         except Exception as error:  # the error concerns one request only, such as an extreme temperature
-            self._end_in_doubt(state, described_error(error))
-        self.generated_tokens += state.timings.generated_tokens - generated
-        if state.finished:
+            failure = described_error(error)
+        new = state.timings.generated_tokens - generated
+        self.generated_tokens += new
+        if drafted and self.drafting is not None:
+            self.runner.pool.fill(state.table, state.tokens, len(state.tokens) - 1)
+            self.drafting.note(state, drafted, max(0, new - 1))
+        if failure:
+            self._end_in_doubt(state, failure)
+        elif state.finished:
             self._end(state, "")
 
     def _end_in_doubt(self, state: RequestState, error: str) -> None:
@@ -344,6 +382,8 @@ class Scheduler:
             self.runner.pool.release(state.table)
             self._unused_when_full = -1
         state.end(finish_reason, error)
+        if self.drafting is not None:
+            self.drafting.release(state)
 
 
 def described_error(error: BaseException) -> str:
@@ -371,7 +411,7 @@ def _on_disk(engine: Engine, runner: Runner, disk: DiskCache, prefill_chunk: int
 def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, states: int, block_size: int) -> int:
     """Return the length of the longest sequence that is served. `states`: bytes that recurrent states take."""
     config = engine.checkpoint.config
-    positions, each = config.max_positions, engine.cache_sizes[0]
+    positions, each = config.max_positions, cache_sizes(engine)[0]
     room = max(0, kv_cache_bytes - states) // (each * block_size) * block_size
     length = min(positions, max(room, block_size)) if asked is None else asked
     if not 1 <= length <= positions:

@@ -178,6 +178,10 @@ class Checkpoint(ModelDirectory):
             return as_tensor(stored)
         return stored.dequantised(dtype or stored.scales_OC.dtype)
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the stored tensors that a tensor is read from."""
+        return self._views[name].stored_names
+
     @cached_property
     def _multiplied(self) -> frozenset[str]:
         """Names of the matrices that may stay low-bit in a decoder."""
@@ -189,10 +193,6 @@ class Checkpoint(ModelDirectory):
         """Return the storage scheme of a low-bit weight; None for any other tensor."""
         view = self._views[name]
         return view.scheme if isinstance(view, QuantizedView) else None
-
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names on disk of the tensors that a weight is made of."""
-        return self._views[name].stored_names
 
     def is_packed(self, name: str) -> bool:
         """Return whether a tensor is stored as packed integers or in MXFP4 blocks."""

@@ -243,13 +243,17 @@ class Attention(nn.Module):
         places = cache.places(self.layer)
         if parts[0].shape[2] == 1:
             return self._attend_next(kernels, parts, cache, places)
-        blocks, filled, block_size = places
+        blocks, filled, block_size, repeats = places
         # The kernels read all heads of a position contiguously, which a rotation in torch may have changed.
         steps = enumerate(zip(*([each.contiguous() for each in part.split(1, dim=2)] for part in parts), strict=True))
-        mixed = [self._attend_next(kernels, step, cache, (blocks, filled + done, block_size)) for done, step in steps]
+        mixed = [
+            self._attend_next(kernels, step, cache, (blocks, filled + done, block_size, repeats)) for done, step in steps
+        ]
         return torch.cat(mixed, dim=1)
 
-    def _attend_next(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache, places: tuple[Any, Any, int]) -> Tensor:
+    def _attend_next(
+        self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache, places: tuple[Any, Any, int, bool]
+    ) -> Tensor:
         *query_key_value, cosine, sine = parts
         batch, heads, _, size = query_key_value[0].shape
         angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in (cosine, sine)]

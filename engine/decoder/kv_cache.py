@@ -151,14 +151,15 @@ class KeyValueCache:
         row = self._rows[layer]
         return [self.stored.keys[row].data_ptr(), self.stored.values[row].data_ptr()]
 
-    def places(self, layer: int) -> tuple[Any, Any, int]:
-        """Location of the sequences in a layer: block indices int64 [B, 1], filled positions int64 [B], block size.
+    def places(self, layer: int) -> tuple[Any, Any, int, bool]:
+        """Location of the sequences in a layer: block indices int64 [B, 1], filled positions int64 [B], block size, and that
+        no sequence is there twice.
 
         The format is that of a paged cache: each sequence is one block of `capacity` positions for each group.
         """
         groups = self.stored.keys[self._rows[layer]].shape[1]
         batch = self._batch
-        return np.arange(0, batch * groups, groups)[:, None], np.full(batch, self.length), self.capacity
+        return np.arange(0, batch * groups, groups)[:, None], np.full(batch, self.length), self.capacity, False
 
     def group_stride(self, layer: int) -> int:
         """Number of elements from one group of a layer to the next."""

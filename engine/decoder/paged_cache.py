@@ -128,10 +128,22 @@ class PagedBatch:
     Adjacent blocks of a sequence are read as a view; other blocks are gathered.
     """
 
-    def __init__(self, cache: PagedCache, tables: Sequence[BlockTable], new: int, read_as: Sequence[int]) -> None:
-        """`read_as`: minimum lengths of the texts that the positions belong to, for rotary scalings that depend on them."""
-        self.cache, self.new = cache, new
-        self.past = [table.length for table in tables]
+    def __init__(
+        self,
+        cache: PagedCache,
+        tables: Sequence[BlockTable],
+        new: int,
+        read_as: Sequence[int],
+        ahead: Sequence[int] | None = None,
+    ) -> None:
+        """`read_as`: minimum lengths of the texts that the positions belong to, for rotary scalings that depend on them.
+
+        `ahead`: how far after the content of its table each position is, so that the next few positions of a sequence are as
+        many sequences of one new position, in order. Each attends to those before it, with the result of reading it alone.
+        """
+        self.cache, self.new, self._repeats = cache, new, ahead is not None
+        assert ahead is None or (new == 1 and cache.pool.shares), "several positions of a sequence at once need no states"
+        self.past = [table.length + more for table, more in zip(tables, ahead or [0] * len(tables), strict=True)]
         self._tables, self._read_as = tables, read_as
         self.positions_BL = torch.tensor([list(range(past, past + new)) for past in self.past])
 
@@ -148,7 +160,7 @@ class PagedBatch:
     @cached_property
     def _slots(self) -> list[slice | Tensor]:
         """Slots of all positions of each sequence, including the new ones."""
-        return [self.cache.slots(table, table.length + self.new) for table in self._tables]
+        return [self.cache.slots(table, past + self.new) for table, past in zip(self._tables, self.past, strict=True)]
 
     @cached_property
     def _new_slots_T(self) -> Tensor:
@@ -162,17 +174,19 @@ class PagedBatch:
         row = self.cache.rows[layer]
         return [self.cache.stored.keys[row].data_ptr(), self.cache.stored.values[row].data_ptr()]
 
-    def places(self, layer: int) -> tuple[Any, Any, int]:
+    def places(self, layer: int) -> tuple[Any, Any, int, bool]:
         """Location of the sequences, which is the same in all layers."""
         return self._places
 
     @cached_property
-    def _places(self) -> tuple[Any, Any, int]:
-        """Location of the sequences for all layers: blocks int64 [B, M], filled positions int64 [B], and the block size."""
+    def _places(self) -> tuple[Any, Any, int, bool]:
+        """Location of the sequences for all layers: blocks int64 [B, M], filled positions int64 [B], the block size, and
+        whether sequences may be there several times.
+        """
         blocks_BM = np.zeros((len(self._tables), max(len(table.blocks) for table in self._tables)), np.int64)
         for row, table in enumerate(self._tables):
             blocks_BM[row, : len(table.blocks)] = table.blocks
-        return blocks_BM, np.array(self.past), self.cache.pool.block_size
+        return blocks_BM, np.array(self.past), self.cache.pool.block_size, self._repeats
 
     def group_stride(self, layer: int) -> int:
         """Number of elements from one group of a layer to the next."""

@@ -46,7 +46,7 @@ class Residency:
         if self._following is not None and self._cache.awaits(self._following[0]):
             layer, block = self._following
             slots, logits_TN = min(chosen_TS.shape[1], len(block.experts)), block.logits(x_TD, DECODING).float().numpy()
-            self._cache.expect(layer, np.unique(np.argpartition(logits_TN, -slots)[:, -slots:]).tolist())
+            self._cache.expect(layer, sorted(set(np.argpartition(logits_TN, -slots)[:, -slots:].ravel().tolist())))
 
 
 def check_limited(checkpoint: object, device: torch.device, *, predicts: bool) -> None:

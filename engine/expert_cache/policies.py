@@ -166,7 +166,7 @@ class Worth:
     `victim` takes O(L + log n) time, where L is the number of layers.
     """
 
-    def __init__(self, half_life: float = 32.0, recency: float = 0.2) -> None:
+    def __init__(self, half_life: float = 32.0, recency: float = 0.3) -> None:
         self._half_life, self._recency = half_life, recency
         self._new = 1.0 - 2.0 ** (-1.0 / half_life)  # 1 / the sum of the weights of endlessly many steps
         self._layers: defaultdict[int, _LayerWorth] = defaultdict(_LayerWorth)
@@ -291,14 +291,15 @@ class Simulated(NamedTuple):
         return self.hits / max(1, self.hits + self.misses) if self.hits + self.misses else 1.0
 
 
-def simulate(trace: Trace, slots: int, policy: Policy) -> Simulated:
+def simulate(trace: Trace, slots: int, policy: Policy, uncounted: int = 0) -> Simulated:
     """Return hits and misses of a cache of so many experts, which is empty before the first step.
 
-    Raises ValueError if a step uses more experts than there are slots, because they are needed together.
+    uncounted: steps at the beginning, which fill the cache, whose uses are not counted. Raises ValueError if a step
+    uses more experts than there are slots, because they are needed together.
     """
     hits = misses = 0
     resident: set[Key] = set()
-    for layer, experts in trace:
+    for place, (layer, experts) in enumerate(trace):
         wanted = {(layer, expert): None for expert in experts}  # in their order, each once
         if len(wanted) > slots:
             raise ValueError(f"a step of layer {layer} uses {len(wanted)} experts together, and there are {slots} slots")
@@ -306,7 +307,8 @@ def simulate(trace: Trace, slots: int, policy: Policy) -> Simulated:
         for key in wanted:
             policy.use(key)
         missing = [key for key in wanted if key not in resident]
-        hits, misses = hits + len(wanted) - len(missing), misses + len(missing)
+        if place >= uncounted:
+            hits, misses = hits + len(wanted) - len(missing), misses + len(missing)
         for key in missing:
             if len(resident) == slots:
                 leaving = policy.victim(wanted)
@@ -318,7 +320,10 @@ def simulate(trace: Trace, slots: int, policy: Policy) -> Simulated:
     return Simulated(hits, misses)
 
 
-def compared(trace: Trace, slots: int, names: Iterable[str] = POLICIES) -> dict[str, Simulated]:
-    """Return what each policy reaches on a trace, and BEST, the best possible in hindsight."""
-    found = {name: simulate(trace, slots, POLICIES[name]()) for name in names}
-    return found | {BEST: simulate(trace, slots, Hindsight(trace))}
+def compared(trace: Trace, slots: int, names: Iterable[str] = POLICIES, *, uncounted: int = 0) -> dict[str, Simulated]:
+    """Return what each policy reaches on a trace, and BEST, the best possible in hindsight. uncounted: as in `simulate`.
+
+    BEST has the fewest misses over the whole trace, those of the first steps included.
+    """
+    found = {name: simulate(trace, slots, POLICIES[name](), uncounted) for name in names}
+    return found | {BEST: simulate(trace, slots, Hindsight(trace), uncounted)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,8 @@ from engine.files.mapped_file import TensorEntry
 from engine.files.safetensors_file import HEADER_LENGTH, INDEX_NAME, METADATA, SINGLE_NAME, tensor_bytes
 
 DEFAULT_SHARD_BYTES = 2_000_000_000
-_ALIGNMENT = 64  # alignment of the data's start, so that most tensors begin on a cache line when they are used in place
+PAGE_BYTES = 4096
+"""The data of a file begins on a multiple of this: direct reads, which pass the page cache by, need whole pages."""
 _BLOCK = 1 << 20  # bytes written at a time
 DTYPES: dict[str, torch.dtype] = {name: element.torch for name, element in ELEMENT_TYPES.items()}
 """The dtypes that a safetensors file can hold, by their names in its header."""
@@ -63,18 +64,29 @@ def _split(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _plan_shard(path: Path, layout: Layout, sizes: Mapping[str, int], metadata: Mapping[str, str]) -> _Shard:
-    """Place the tensors of `layout` in one file, the widest dtypes first so that all are aligned."""
+def _aligned(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
+    """Return the names of tensors in the order of a file in which all are aligned.
+
+    Those that fill whole pages come first, in their order, so that each begins on a page. Of the others, the widest dtypes
+    come first.
+    """
+    return sorted(layout, key=lambda name: sizes[name] % PAGE_BYTES and 1 + 1 / layout[name][0].itemsize)
+
+
+def _plan_shard(
+    path: Path, layout: Layout, names: Iterable[str], sizes: Mapping[str, int], metadata: Mapping[str, str]
+) -> _Shard:
+    """Place the tensors with these names in one file, in this order."""
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
-    for name in sorted(layout, key=lambda name: -layout[name][0].itemsize):
+    for name in names:
         dtype, shape = layout[name]
         begin, end = end, end + sizes[name]
         ranges[name] = begin, end
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(HEADER_LENGTH.size + len(text)) % _ALIGNMENT)
+    text += b" " * (-(HEADER_LENGTH.size + len(text)) % PAGE_BYTES)
     start = HEADER_LENGTH.size + len(text)
     entries = {
         name: TensorEntry(ELEMENT_TYPES[_DTYPE_NAMES[layout[name][0]]], layout[name][1], start + begin, start + end)
@@ -111,28 +123,32 @@ class ShardWriter:
         layout: Layout,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         metadata: Mapping[str, str] | None = None,
+        shards: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Plan the shards of `layout`, tensor name to dtype and shape, and create their files in `directory`.
 
         Tensors go to shards in the layout's order. A shard holds at most `shard_bytes` bytes of data, unless one tensor
-        alone is larger. `metadata` goes into every header, `{"format": "pt"}` by default. The directory is created if
-        necessary. A directory that already holds safetensors weights is refused, since old and new files could be read
-        as one checkpoint.
+        alone is larger. Within a shard, tensors that fill whole pages come first, then those of wide dtypes. `shards` has
+        the tensors' names in each shard, in the order of the file, where the caller decides both. `metadata` goes into
+        every header, `{"format": "pt"}` by default. The directory is created if necessary. A directory that already holds
+        safetensors weights is refused, since old and new files could be read as one checkpoint.
         """
         if shard_bytes <= 0:
             raise ValueError(f"shard_bytes is {shard_bytes}, not positive")
         self.directory = directory
         sizes = _layout_bytes(layout)
         self.total_size = sum(sizes.values())
-        groups = _split(sizes, shard_bytes)
+        if shards is None:
+            groups = _split(sizes, shard_bytes)
+            shards = [_aligned({name: layout[name] for name in names}, sizes) for names in groups]
+        elif sorted(name for names in shards for name in names) != sorted(layout):
+            raise ValueError("the shards do not hold each tensor of the layout once")
         self._shards = [
             _plan_shard(
-                directory / _shard_name(number, len(groups)),
-                {name: layout[name] for name in names},
-                sizes,
+                *(directory / _shard_name(number, len(shards)), layout, names, sizes),
                 {"format": "pt"} if metadata is None else metadata,
             )
-            for number, names in enumerate(groups, start=1)
+            for number, names in enumerate(shards, start=1)
         ]
         by_tensor = {name: shard for shard in self._shards for name in shard.entries}
         self._shard_of = {name: by_tensor[name] for name in layout}
@@ -259,7 +275,8 @@ def write_tensors(
     is_cache: only this user may read the file, and it is not flushed to disk: after a power failure it may be damaged.
     """
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    shard = _plan_shard(path, layout, _layout_bytes(layout), metadata)
+    sizes = _layout_bytes(layout)
+    shard = _plan_shard(path, layout, _aligned(layout, sizes), sizes, metadata)
     opener = _private if is_cache else None
     with replacing(path, what) as partial, open(partial, "wb", buffering=0, opener=opener) as file:
         _write_at(file.fileno(), memoryview(shard.header), 0)

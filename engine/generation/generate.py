@@ -35,8 +35,8 @@ from engine.expert_cache.cache import ExpertCache
 from engine.files.image_file import pictures_of
 from engine.generation.batch import Batch, Cache, own_cache
 from engine.generation.checks import check_pair, check_room, cpu_only, resolve_dtype, resolve_kv_cache_dtype
-from engine.generation.options import GenerateOptions, OpenOptions, SamplingOptions
-from engine.generation.prediction_draft import OWN_LAYERS, open_prediction
+from engine.generation.options import OWN_LAYERS, GenerateOptions, OpenOptions, SamplingOptions
+from engine.generation.prediction_draft import open_prediction
 from engine.generation.report import (
     ExportedSkipCounter,
     Report,

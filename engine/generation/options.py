@@ -23,6 +23,8 @@ MOST_BIAS = 100.0
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MOST_DRAFT_TOKENS = 63
+OWN_LAYERS = "mtp"
+"""Name of the draft that is a model's own layers for multi-token prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)

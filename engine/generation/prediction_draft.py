@@ -23,8 +23,6 @@ from engine.decoder.prediction import PredictionLayer
 from engine.errors import OptionError
 from engine.kernels.kernel_choice import DECODING, PROMPT, KernelChoice
 
-OWN_LAYERS = "mtp"
-"""The draft's name in options."""
 _POSITIONS_AT_ONCE = 512
 
 

@@ -57,7 +57,7 @@ class TextStream:
         self.finish_reason = ""
         self.stop_string = ""
         """The stop string that ended the text; empty if none did."""
-        self._limit, self._end_tokens, self._least = limit, end_tokens, least
+        self._limit, self.end_tokens, self._least = limit, end_tokens, least
         self._stops = {stop: StopString(stop) for stop in stops}
         self._characters = Characters(prompt[-CONTEXT_TOKENS:], decode)
         self._taken = 0
@@ -65,7 +65,7 @@ class TextStream:
     def append(self, token: int, complete: bool = False) -> None:
         """Append a token: extend the text, and end at an end token, a stop string, the limit, or where it is complete."""
         self.tokens.append(token)
-        ended = token in self._end_tokens
+        ended = token in self.end_tokens
         last = ended or complete or len(self.tokens) == self._limit
         piece = "" if ended else self._characters.add(token)
         if last:

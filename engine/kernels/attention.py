@@ -33,13 +33,14 @@ ATTENTION = np.dtype(
         ("block_size", np.int64),
         ("window", np.int64),  # visible positions; a negative number is the size of chunks; 0 for all positions
         ("sinks", np.int64),  # [H] float32; 0 for none
+        ("repeats", np.int64),  # 1 if several of the B may be positions of one sequence, else 0
         ("results", np.int64),  # [B, H, E] bfloat16
         ("scale", np.float32),  # factor of the scores
     ],
     align=True,
 )
 """Arguments of the attention of one new position of each sequence. The kernel rotates queries and keys, appends keys and
-values to the cache, and then attends."""
+values to the cache, and then attends. Where sequences repeat, all keys and values are appended before any query attends."""
 attention_at = record_at(ATTENTION)
 
 
@@ -120,7 +121,7 @@ def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
         turned_E[index + half] = right * cosine_E[index + half] + left * sine_E[index + half]
 
 
-@kernel(JOB, calls=("parallel_for", "serial_for", "attend_block"))
+@kernel(JOB, calls=("parallel_for", "serial_for", "append_block", "attend_block"))
 def attend(address: Any) -> None:
     """Attend for the groups of all sequences, which are shared among threads."""
     job = attention_at(address)
@@ -130,6 +131,8 @@ def attend(address: Any) -> None:
     for past in past_B:
         positions += past
     loop = loop_for(table, 4 * job.groups * job.size * positions)  # keys and values in bfloat16
+    if job.repeats != 0:
+        call(loop, (table.append_block, address, job.sequences * job.groups))
     call(loop, (table.attend_block, address, job.sequences * job.groups))
 
 
@@ -182,6 +185,18 @@ def _softmax(scores_RP: Any, scale: Any, sinks: Any, first_head: Any, total_R: A
             total_R[head] += scores_RP[head, place]
 
 
+@kernel(BLOCK)
+def append_block(address: Any, work: Any) -> None:
+    """Write the new key and value of one group of one sequence into the cache."""
+    job = attention_at(address)
+    sequence, group = work // job.groups, work % job.groups
+    past = numba.carray(integers(job.past), (job.sequences,))[sequence]
+    blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
+    turn = 2 * sequence * job.size
+    cosine_E, sine_E = wide_vector(job.cosine + turn, job.size), wide_vector(job.sine + turn, job.size)
+    _append(job, sequence, group, _slot(job, blocks_M, past), cosine_E, sine_E)
+
+
 @kernel(BLOCK, calls=("multiply_wide", "add_weighted"))
 def attend_block(address: Any, work: Any) -> None:
     """Attend for one group of one sequence. All its queries share one read of each key and value, block after block."""
@@ -193,7 +208,8 @@ def attend_block(address: Any, work: Any) -> None:
     first = _first_seen(job.window, past)
     turn = 2 * sequence * size
     cosine_E, sine_E = wide_vector(job.cosine + turn, size), wide_vector(job.sine + turn, size)
-    _append(job, sequence, group, _slot(job, blocks_M, past), cosine_E, sine_E)
+    if job.repeats == 0:
+        _append(job, sequence, group, _slot(job, blocks_M, past), cosine_E, sine_E)
     query_RE = np.empty((per_group, size), np.float32)
     for head in range(per_group):
         own = 2 * (sequence * job.query_stride + (group * per_group + head) * size)

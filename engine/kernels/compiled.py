@@ -205,7 +205,7 @@ def attend(
     cache: Sequence[Address],
     shape: tuple[int, int, int, int],
     group_stride: int,
-    places: tuple[Any, Any, int],
+    places: tuple[Any, Any, int, bool],
     window: int | None,
     scale: float,
     sinks_H: Any = None,
@@ -215,11 +215,12 @@ def attend(
 
     inputs: query [B, H, E], key and value [B, G, E], cosine and sine [B, E]; strides: values from one sequence's query, key
     and value to the next one's. cache: keys and values [G, slots, E], with `group_stride` values from one group to the next.
-    shape: B, H, G and E. places: blocks int64 [B, M] of each sequence, filled positions int64 [B], and positions per block.
+    shape: B, H, G and E. places: blocks int64 [B, M] of each sequence, filled positions int64 [B], positions per block, and
+    whether several of the B may be positions of one sequence, each of which then also attends to those before it.
     window: size of the sliding window, a negative size of chunks, or None for neither. scale: factor of the scores.
     sinks_H: attention sinks, float32, if the heads have any. Returns [B, H, E] as the bits of bfloat16.
     """
-    (sequences, heads, groups, size), (blocks_BM, past_B, block_size) = shape, places
+    (sequences, heads, groups, size), (blocks_BM, past_B, block_size, repeats) = shape, places
     mixed_BHE = np.empty((sequences, heads, size), np.uint16)
     job = _record(
         ATTENTION,
@@ -238,6 +239,7 @@ def attend(
         block_size=block_size,
         window=window or 0,
         sinks=0 if sinks_H is None else _address(sinks_H),
+        repeats=int(repeats),
         results=_address(mixed_BHE),
         scale=scale,
     )
@@ -312,7 +314,7 @@ def decode(
     layers: Any,
     caches: Sequence[Place],
     angles: Place,
-    places: tuple[Any, Any, int],
+    places: tuple[Any, Any, int, bool],
     sizes: tuple[int, int, int, int, int],
     scalars: tuple[float, float, float],
     shape: tuple[int, int],
@@ -330,7 +332,8 @@ def decode(
     the thresholds of adaptive skipping. seen: arrays that receive the choices and weights [layers, T, S], the inputs
     [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a `step.BEFORE_EXPERTS`.
     """
-    (tokens, hidden), (blocks_BM, past_B, block_size), (heads, groups, size, group_stride, norms) = shape, places, sizes
+    (tokens, hidden), (blocks_BM, past_B, block_size, repeats) = shape, places
+    heads, groups, size, group_stride, norms = sizes
     caches_L = np.array(caches, np.int64)
     job = _record(
         STEP,
@@ -349,6 +352,7 @@ def decode(
         past=_address(past_B),
         sequences=past_B.shape[0],
         block_size=block_size,
+        repeats=int(repeats),
         heads=heads,
         groups=groups,
         size=size,

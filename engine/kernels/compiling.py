@@ -170,7 +170,7 @@ TABLE_OF_ADDRESSES = np.dtype(
                 "swiglu",
                 "units_block",
             ),
-            *("middle_block", "down_block", "attend", "attend_block", "add_weighted"),
+            *("middle_block", "down_block", "attend", "append_block", "attend_block", "add_weighted"),
             *("multiply_panel", "pack_block", "panel_products_block", "gated_delta_block", "mamba2_block"),
             *(
                 "attention_layer",

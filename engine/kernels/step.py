@@ -65,7 +65,8 @@ STEP = np.dtype(
         ("layer_count", np.int64),
         ("caches", np.int64),  # CACHE of each layer
         *((name, np.int64) for name in ("cosine", "sine")),  # [T, E]
-        *((name, np.int64) for name in ("blocks", "blocks_of_one", "past", "sequences", "block_size")),  # as in ATTENTION
+        # As in ATTENTION:
+        *((name, np.int64) for name in ("blocks", "blocks_of_one", "past", "sequences", "block_size", "repeats")),
         *((name, np.int64) for name in ("heads", "groups", "size", "group_stride")),
         ("head_norms", np.int64),  # NO_NORM, HEAD_NORM or WHOLE_NORM
         ("threads", np.int64),
@@ -158,6 +159,7 @@ def _attend(job: Any, layer: Any, index: Any) -> None:
     own.keys, own.values, own.group_stride = cache.keys, cache.values, job.group_stride
     own.sequences, own.heads, own.groups, own.size = job.sequences, job.heads, job.groups, job.size
     own.blocks, own.blocks_of_one, own.block_size = job.blocks, job.blocks_of_one, job.block_size
+    own.repeats = job.repeats
     own.past, own.window, own.sinks, own.scale = address_of(past), layer.window, layer.sinks, job.scale
     for step in range(steps):
         for sequence in range(job.sequences):

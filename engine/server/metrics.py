@@ -135,7 +135,20 @@ class _LoadCollector(Collector):
         if load.expert_cache is not None:
             for name, (about, counted) in EXPERT_COUNTERS.items():
                 yield CounterMetricFamily(name, about, value=counted(load.expert_cache))
+        yield from _of_draft(load)
         skipped = CounterMetricFamily("compress_experts_skipped", "Experts that tokens skipped.", labels=["layer"])
         for layer, count in enumerate(load.experts_skipped_per_layer):
             skipped.add_metric([str(layer)], count)
         yield skipped
+
+
+def _of_draft(load: Load) -> Iterator[Metric]:
+    """Yield the metrics of a draft, if there is one."""
+    if (draft := load.draft) is None:
+        return
+    drafted, kept = draft.drafted_tokens, draft.accepted_tokens
+    yield CounterMetricFamily("compress_draft_tokens", "Tokens that the draft proposed.", value=drafted)
+    yield CounterMetricFamily("compress_draft_accepted_tokens", "Proposed tokens that were kept.", value=kept)
+    share = kept / drafted if drafted else 0.0
+    yield GaugeMetricFamily("compress_draft_acceptance_rate", "Share of proposed tokens that were kept, 0..1.", value=share)
+    yield GaugeMetricFamily("compress_draft_on", "Whether the last step was to have drafts, 0 or 1.", value=draft.is_on)

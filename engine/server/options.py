@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.batching.options import LOAD, QueueOptions
 from engine.errors import OptionError
-from engine.generation.options import MACHINE, OpenOptions
+from engine.generation.options import MACHINE, OWN_LAYERS, OpenOptions
 from engine.options import check, like, option
 from engine.replies.table import AUTO, NONE, REASONING_FORMS, TOOL_FORMS
 from engine.server.hosts import is_local, plain_host
@@ -135,6 +135,12 @@ class ServeOptions:
         help="Take images in messages: transformers then runs the whole model, also one that our own decoder would run "
         "faster. Without it, images are taken where transformers runs the model anyway.",
     )
+    draft: str | None = like(
+        OpenOptions,
+        "draft",
+        help="A smaller model with the same tokenizer that drafts tokens where that is faster. The text remains MODEL's.",
+    )
+    draft_tokens: int = like(OpenOptions, "draft_tokens")
 
     def __post_init__(self) -> None:
         check(self)
@@ -158,6 +164,12 @@ class ServeOptions:
             raise OptionError("--kv-cache-directory is for --kv-cache-disk; give its SIZE too, or leave out the directory")
         if self.miss_threshold > 0 and (self.memory_limit is None or self.is_several):
             raise OptionError("--miss-threshold is for one model with --memory-limit; give both, or leave it out")
+        if self.draft is not None and self.is_several:
+            raise OptionError("--draft is for a server of one model; give one model, or leave out --draft")
+        if self.draft == OWN_LAYERS:
+            raise OptionError(
+                f"--draft {OWN_LAYERS} is for one prompt at a time, in `compress generate`; give the server a smaller model"
+            )
 
     @property
     def is_several(self) -> bool:

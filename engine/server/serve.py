@@ -34,6 +34,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from engine.batching.disk_cache import DiskCache
+from engine.batching.drafting import cache_sizes
 from engine.batching.loop import EngineLoop
 from engine.server.log_budget import limited_logging
 from engine.server.model_memory import cache_bytes, left_for_cache, needed_bytes
@@ -102,6 +103,8 @@ def load(options: ServeOptions, limit: int | None = None, disk: DiskCache | None
         images=options.images,
         memory_limit=options.memory_limit,
         miss_threshold=options.miss_threshold,
+        draft=options.draft,
+        draft_tokens=options.draft_tokens,
     )
     cache_bytes = options.kv_cache_bytes or default_kv_cache_bytes(engine, options, limit)
     if engine.expert_cache is not None:
@@ -179,7 +182,7 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions, limit: int | N
     if limit is not None:
         free = min(free, left_for_cache(limit, engine.weights_bytes))
     positions = options.max_model_length or engine.checkpoint.config.max_positions
-    return cache_bytes(engine.cache_sizes, positions, options.max_batch_size, free)
+    return cache_bytes(cache_sizes(engine), positions, options.max_batch_size, free)
 
 
 class Server(uvicorn.Server):

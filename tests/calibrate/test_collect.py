@@ -106,7 +106,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     output = torch.zeros(n, x.shape[1], dtype=torch.float64)
     gram = torch.zeros(n, n, dtype=torch.float64)
     ratios: list[list[float]] = [[] for _ in range(k - 1)]
-    unselected, norms = 0.0, []
+    unselected, norms, chosen = 0.0, [], []
     for token in x:
         norms.append(sum(abs(value) for value in token.tolist()))
         z = router @ token + shift
@@ -114,6 +114,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
         p = shares(z).tolist()
         weights = naive_weights(moe, z)
         first = max(weights.values())
+        chosen.append(list(weights))
         unselected += (1.0 - sum(p[i] for i in weights)) / len(x)
         for i in range(n):
             per_expert["probability_sum"][i] += p[i]
@@ -147,6 +148,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
         "rbf_cka": rbf_cka(samples),
         "samples": samples,
         "unselected_probability_share": unselected,
+        "chosen": chosen,
         "input_norm_quantile": [sorted(norms)[-1 - len(norms) // 50]],
     }
 
@@ -362,3 +364,22 @@ def test_statistics_of_an_earlier_version_give_tables_without_importance(olmoe: 
     loaded = load_statistics(path, olmoe.config)
     assert all(layer.input_norm_quantile is None for layer in loaded.layers.values())
     assert skip_tables(loaded).importance_1 is None
+
+
+def test_experts_are_listed_for_the_first_tokens(olmoe: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = collect(olmoe, TOKENS, dtype=torch.float32)
+    monkeypatch.setattr(calibrate.collect, "CHOSEN_TOKENS", 20)
+    statistics = collect(olmoe, TOKENS, dtype=torch.float32, budget=MemoryBudget(tokens_per_batch=13))
+    for index, layer in statistics.layers.items():
+        first = whole.layers[index].chosen
+        assert layer.chosen is not None and first is not None and len(first) == TOKENS.numel()
+        assert torch.equal(layer.chosen, first[:20])
+    path = tmp_path / "statistics.safetensors"
+    statistics.save(path)
+    loaded = load_statistics(path, olmoe.config).layers
+    assert all(torch.equal(loaded[index].chosen, layer.chosen) for index, layer in statistics.layers.items())
+    index, layer = next(iter(statistics.layers.items()))
+    statistics.layers[index] = replace(layer, chosen=torch.full_like(layer.chosen, 99))
+    statistics.save(path)
+    with pytest.raises(DataError, match="names experts that the layer does not have"):
+        load_statistics(path, olmoe.config)

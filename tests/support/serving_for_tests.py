@@ -5,12 +5,20 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from engine.batching.draft_switch import DraftSwitch
 from engine.batching.request import Request, Update
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars
 from engine.generation.text_stream import PlainText
+
+
+class AlwaysOn(DraftSwitch):
+    """Drafts in every step, whatever it costs."""
+
+    def wants(self, sequences: int) -> bool:
+        return True
 
 
 class Served:
@@ -40,7 +48,8 @@ class Served:
 @cache
 def grammars_of(engine: Engine) -> Grammars:
     """Return the compiler of grammars that all requests of an engine share."""
-    return Grammars(lambda: engine.tokenizer, engine.checkpoint.config.vocabulary_size, engine.end_tokens)
+    vocabulary = engine.checkpoint.config.vocabulary_size
+    return Grammars(lambda: engine.tokenizer, vocabulary, engine.end_tokens, drafts=engine.draft is not None)
 
 
 def scheduler_for(engine: Engine, **options: Any) -> Scheduler:
@@ -51,7 +60,10 @@ def scheduler_for(engine: Engine, **options: Any) -> Scheduler:
         "prefill_chunk": 16,
         "block_size": 4,
     }
-    return Scheduler(engine, **defaults | options)
+    scheduler = Scheduler(engine, **defaults | options)
+    if scheduler.drafting is not None:
+        scheduler.drafting.switch = AlwaysOn()
+    return scheduler
 
 
 def run_to_end(scheduler: Scheduler) -> None:
@@ -72,6 +84,6 @@ def serve(engine: Engine, *requests: Request, **options: Any) -> list[Served]:
 
 
 def assert_all_free(scheduler: Scheduler) -> None:
-    pool = scheduler.runner.pool
-    assert pool.unused == pool.count and not any(pool._users)
+    pools = [scheduler.runner.pool] + ([scheduler.drafting.pool] if scheduler.drafting is not None else [])
+    assert all(pool.unused == pool.count and not any(pool._users) for pool in pools)
     assert scheduler.used_share == 0

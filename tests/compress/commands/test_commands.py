@@ -28,6 +28,7 @@ from compress.options.distill_classifier import ClassifierOptions
 from compress.options.evaluate import EvaluateOptions
 from compress.options.export import ClassifierExportOptions, ExportOptions, GgufExportOptions
 from compress.options.fit import FitOptions
+from compress.options.layout import LayoutOptions
 from compress.options.plan_run import RunOptions
 from compress.options.presets import PresetOptions
 from compress.options.prune import MergeOptions, PruneOptions
@@ -48,6 +49,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "fit": (FitOptions, *HUB),
     "generate": (GenerateOptions, Revision),
     "inspect": (InspectOptions, Revision),
+    "layout": (LayoutOptions, *HUB),
     "merge": (MergeOptions, Afterwards, *HUB),
     "plan-run": (RunOptions,),
     "prune": (PruneOptions, Uniform, Afterwards, PresetOptions, *HUB),

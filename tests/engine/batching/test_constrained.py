@@ -262,7 +262,7 @@ def test_each_mask_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPa
     computed: list[Matcher] = []
 
     def noted(self: Matcher) -> None:
-        if self._allowed_V is None:
+        if self._place.allowed_V is None:
             computed.append(self)
         prepare(self)
 

@@ -33,7 +33,7 @@ def text(tokenizer: Any, shown: tuple[str, ...], limit: int = 100, ignore_end_to
     around = Surroundings(frozenset({tokenizer.eos_token_id}), PlainText(tokenizer), torch.device("cpu"))
     state = RequestState(1, request, updates.append, around)
     for token in tokens:
-        state.take(torch.zeros(300), token)
+        state.take(torch.zeros(1, 300), [token])
     assert state.finished is not ignore_end_tokens
     return "".join(update.text for update in updates)
 

@@ -91,6 +91,23 @@ def _name_of_the_file(file: SafetensorsFile, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SOME_FILE", str(file.path))
 
 
+def test_pages_move_from_a_part_that_leaves_to_one_that_comes(file: SafetensorsFile) -> None:
+    """Whether or not the system can move pages: what was read last is right, and neighbors keep their bytes."""
+    stored = SafetensorsFile(file.path)
+    memory, extents = FileMemory(file), dict(zip(file.entries, extents_of(file), strict=True))
+    for name in ("t0", "t1", "t3"):
+        memory.hold(extents[name])
+        memory.read(extents[name])
+    memory.take_pages(extents["t5"], memory, extents["t3"])
+    memory.drop(extents["t3"])
+    memory.hold(extents["t5"])
+    memory.read(extents["t5"])
+    for name in ("t0", "t1", "t5"):
+        assert torch.equal(file.tensor(name), stored.tensor(name)), name
+    assert not file.tensor("t3")[PAGE:-PAGE].any()
+    memory.close()
+
+
 def test_a_file_that_became_shorter_is_an_error_of_its_readers(file: SafetensorsFile) -> None:
     memory, last = FileMemory(file), max(extents_of(file))
     os.truncate(file.path, last.begin // PAGE * PAGE)

@@ -129,6 +129,12 @@ def test_hindsight_follows_its_trace() -> None:
         simulate([(1, [0])], 1, Hindsight([(0, [0])]))
 
 
+def test_steps_that_fill_the_cache_are_not_counted() -> None:
+    trace = one_layer("0 1 0 2 0 1")
+    assert simulate(trace, 2, Recency(), uncounted=2) == Simulated(hits=2, misses=2)
+    assert compared(trace, 2, ["lru"], uncounted=5) == {"lru": Simulated(0, 1), BEST: Simulated(0, 1)}
+
+
 def test_rates() -> None:
     assert Simulated(3, 1).hit_rate == 0.75
     assert Simulated(0, 0).hit_rate == 1.0

@@ -213,6 +213,27 @@ def test_every_dtype_in_one_file_is_aligned(tmp_path: Path) -> None:
     assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
 
 
+def test_data_and_tensors_of_whole_pages_begin_on_a_page(tmp_path: Path) -> None:
+    sizes = {
+        "odd": (torch.bfloat16, 5),
+        "one": (torch.bfloat16, 2048),
+        "wide": (torch.float64, 3),
+        "two": (torch.uint8, 8192),
+    }
+    path, _ = write_shards(tmp_path, {name: values(dtype, (size,)) for name, (dtype, size) in sizes.items()})
+    begins = {name: entry.begin for name, entry in SafetensorsFile(path).entries.items()}
+    assert begins == {"one": 4096, "two": 8192, "wide": 16384, "odd": 16408}
+
+
+def test_shards_in_a_given_order(tmp_path: Path) -> None:
+    tensors = {name: values(torch.bfloat16, (3,), number) for number, name in enumerate("abcd")}
+    *paths, _ = write_shards(tmp_path, tensors, shards=[["d", "b"], ["a", "c"]], shard_bytes=1)
+    assert [list(SafetensorsFile(path).entries) for path in paths] == [["d", "b"], ["a", "c"]]
+    assert all(same(open_shards(tmp_path)[0][name].tensor(name), tensor) for name, tensor in tensors.items())
+    with pytest.raises(ValueError, match="do not hold each tensor"):
+        write_shards(tmp_path / "other", tensors, shards=[["d", "b"], ["a", "b"]])
+
+
 def test_unaligned_data_and_empty_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     expected = values(torch.float32, (2,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,64 @@ def test_a_panic_of_the_library_ends_one_text() -> None:
         matcher.allowed()
     with pytest.raises(OptionError, match="llguidance fails on this grammar"):
         matcher.take(5)
+
+
+def test_tokens_on_trial_are_undone(letters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of a place is computed once where the text goes as the trial went, and anew where it does not."""
+    computed, prepare = list[str](), Matcher.prepare
+
+    def noted(self: Matcher) -> None:
+        if self._place.allowed_V is None:
+            computed.append(name)
+        prepare(self)
+
+    monkeypatch.setattr(Matcher, "prepare", noted)
+    x, y, z = (letters(letter)["input_ids"][0] for letter in "xyz")
+    for name in ("alone", "as drafted", "otherwise"):
+        matcher = Grammars(lambda: letters, 264, (2,), drafts=True).matcher(regex("x[xy](z|zz)"))
+        if name != "alone":
+            drafted = (x, x, z) if name == "as drafted" else (x, y, z)
+            assert matcher.only() == x
+            for token in drafted:
+                assert not matcher.draft(token)
+                matcher.prepare()
+            matcher.undo()
+        found = []
+        for token in (x, x, z, z):
+            found.append(set(matcher.allowed().nonzero()[:, 0].tolist()))
+            assert matcher.take(token) == (len(found) == 4)
+        assert found == [{x}, {x, y}, {z}, {2, z}]
+    assert [computed.count(name) for name in ("alone", "as drafted", "otherwise")] == [4, 4, 6]
+
+
+def test_a_trial_may_end_the_text(letters: Any) -> None:
+    (x,) = letters("x")["input_ids"]
+    matcher = Grammars(lambda: letters, 264, (2,), drafts=True).matcher(regex("xx"))
+    assert not matcher.draft(x) and matcher.draft(x)
+    matcher.undo()
+    assert matcher.only() == x and not matcher.take(x) and matcher.take(x)
+
+
+def test_an_error_on_trial_leaves_the_text_alone(letters: Any) -> None:
+    """After xa the expression is too large to follow. All copies of a compiled grammar share llguidance's limits."""
+    a, x, y = (letters(letter)["input_ids"][0] for letter in "axy")
+    grammars = Grammars(lambda: letters, 264, (2,), drafts=True)
+    grammar = "start: /y+|x(a{1000}){1000}/"
+    failing, other = grammars.matcher(grammar), grammars.matcher(grammar)
+    assert not failing.draft(x) and bool(failing.allowed()[a])
+    with pytest.raises(OptionError, match="cannot follow its grammar"):
+        failing.draft(a)
+    failing.undo()
+    for matcher in (failing, other):
+        for _ in range(3):
+            with suppress(OptionError):  # trials of this grammar fail from now on
+                matcher.draft(y)
+            matcher.prepare()
+            matcher.undo()
+            assert not matcher.take(y) and set(matcher.allowed().nonzero()[:, 0].tolist()) == {2, y}
+
+
+def test_without_a_second_matcher_there_is_no_trial(letters: Any) -> None:
+    matcher = Grammars(lambda: letters, 264, (2,)).matcher(regex("xx"))
+    with pytest.raises(OptionError, match="on trial"):
+        matcher.draft(letters("x")["input_ids"][0])

@@ -95,9 +95,12 @@ def test_norm_equals_torch_to_the_bit() -> None:
 @needs_numba
 @pytest.mark.parametrize("window", [None, 3, -4])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("past", [[0], [6], [3, 0, 11, 4]])
-def test_attention_equals_the_textbook(past: list[int], window: int | None, threads: int) -> None:
-    """The blocks of 4 positions of each sequence lie anywhere in a cache of 12 blocks."""
+@pytest.mark.parametrize(
+    ("past", "owners"),
+    [([0], [0]), ([6], [0]), ([3, 0, 11, 4], [0, 1, 2, 3]), ([3, 4, 0, 5, 1, 7], [0, 0, 1, 0, 1, 2])],
+)
+def test_attention_equals_the_textbook(past: list[int], owners: list[int], window: int | None, threads: int) -> None:
+    """The blocks of 4 positions of each sequence lie anywhere in a cache of 12 blocks. A sequence may have several rows."""
     torch.manual_seed(0)
     heads, groups, size, count = 6, 3, 8, len(past)
     kernels.use_threads(threads)
@@ -108,14 +111,14 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
     sinks = torch.randn(heads)
     keys, values = (torch.randn(groups, 48, size).bfloat16() for _ in range(2))
     before = keys.clone(), values.clone()
-    blocks = torch.randperm(12)[: 3 * count].view(count, 3)
+    blocks = torch.randperm(12).view(4, 3)[owners]
     mixed = kernels.attend(
         [tensor.data_ptr() for tensor in (query, key, value, cosine, sine)],
         [tensor.stride(0) for tensor in (query, key, value)],
         [keys.data_ptr(), values.data_ptr()],
         (count, heads, groups, size),
         keys.stride(0),
-        (blocks.numpy(), np.array(past), 4),
+        (blocks.numpy(), np.array(past), 4, len(set(owners)) < count),
         window,
         size**-0.5,
         sinks.numpy(),
