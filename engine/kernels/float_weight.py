@@ -48,7 +48,10 @@ class FloatWeight(LowBitWeight):
         self.register_buffer("values_OB", values_OB)
         self.register_buffer("scales_PQ", scales_PQ)
         self.kind, self.block, self.divisor, self._dequantized = kind, block, divisor, dequantized
+        self._place: tuple[int, int] | None = None
+        """Where the record's addresses lead; weights may be moved or copied."""
         self._record: Any = None
+        self._address = 0
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +62,10 @@ class FloatWeight(LowBitWeight):
     def addresses(self) -> tuple[int, int]:
         """Return the address of the first row, and that of a record of where rows and scales lie."""
         place = self.values_OB.data_ptr(), self.scales_PQ.data_ptr()
-        if self._record is None or (self._record["values"][0], self._record["scales"][0]) != place:
-            self._record = self._made(*place)
-        return place[0], int(self._record.ctypes.data)
+        if self._place != place:
+            self._place, self._record = place, self._made(*place)
+            self._address = int(self._record.ctypes.data)
+        return place[0], self._address
 
     def _made(self, values: int, scales: int) -> Any:
         from engine.kernels.float_types import FLOATS_OF_MATRIX, WHOLE_SHIFT  # here: it imports Numba's compiler

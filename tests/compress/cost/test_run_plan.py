@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from click.testing import CliRunner
+from float_models_for_tests import compressed
 from random_model import random_tensor, shape
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -209,3 +210,13 @@ def test_bad_configs(tmp_path, content, said):
 
 def test_no_such_directory():
     assert "no such directory" in invoke("./nowhere").stderr
+
+
+def test_bytes_of_packed_floats(tmp_path):
+    """A byte for a number of FP8, half of one for others, which have a byte of scale for each 32 or 16."""
+    eights = compressed("float-quantized", num_bits=8, strategy="channel")
+    fours = compressed("nvfp4-pack-quantized", num_bits=4, strategy="tensor_group", group_size=16)
+    entries = {2.0: None, 1.0: {"quant_method": "fp8", "weight_block_size": [128, 128]}, 17 / 32: {"quant_method": "mxfp4"}}
+    for expected, entry in (*entries.items(), (1.0, eights), (9 / 16, fours)):
+        (tmp_path / "config.json").write_text(json.dumps(TINY | ({} if entry is None else {"quantization_config": entry})))
+        assert planned_model(tmp_path / "config.json").bytes_per_weight == expected
