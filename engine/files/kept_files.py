@@ -24,12 +24,13 @@ import torch
 from engine.errors import DataError, OptionError
 from engine.files.json_file import writing
 from engine.files.safetensors_file import LoadedFile
+from engine.files.safetensors_writer import PAGE_BYTES
 from engine.files.state_file import check_digest, write_state
 
 KEY = "key"
 """Metadata key of the file's own key: a file that was renamed is refused."""
 SECRET_BYTES = 32
-HEADER_BYTES = 1024
+HEADER_BYTES = PAGE_BYTES
 """Allowance for the header of a file that is about to be written."""
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
