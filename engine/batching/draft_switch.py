@@ -50,6 +50,8 @@ class _Size:
     """Steps that are still to be measured for it; 0 outside of a trial."""
     wait: int = FIRST_WAIT
     waited: int = 0
+    is_known: bool = False
+    """Whether both kinds have been compared."""
 
 
 class DraftSwitch:
@@ -64,7 +66,7 @@ class DraftSwitch:
 
     def wants(self, sequences: int) -> bool:
         """Return whether the next step of so many sequences shall have drafted tokens."""
-        size = self._sizes.setdefault(sequences, _Size())
+        size = self._size(sequences)
         return size.tried if size.left else size.is_on
 
     def measured(self, sequences: int, tokens: int, seconds: float) -> None:
@@ -72,7 +74,7 @@ class DraftSwitch:
 
         A step that was to have drafted tokens may have had none, as before the draft has read the prompts.
         """
-        size = self._sizes.setdefault(sequences, _Size())
+        size = self._size(sequences)
         size.costs.setdefault(size.tried if size.left else size.is_on, Mean()).add(tokens, seconds)
         if size.left:
             size.left -= 1
@@ -91,6 +93,18 @@ class DraftSwitch:
         """Take the number of tokens of a prompt that were read for a request, and of its generated ones."""
         self._prompts.add(generated, read)
 
+    def _size(self, sequences: int) -> _Size:
+        """Return the measurements for so many sequences.
+
+        Drafts gain less with more sequences: at first they are off if they are with fewer, and on if they are with more.
+        """
+        if sequences not in self._sizes:
+            known = [(count, size.is_on) for count, size in self._sizes.items() if size.is_known]
+            is_off = any(count < sequences and not is_on for count, is_on in known)
+            is_on = any(count > sequences and is_on for count, is_on in known)
+            self._sizes[sequences] = _Size(is_on=not is_off, left=0 if is_off or is_on else TRIAL_STEPS)
+        return self._sizes[sequences]
+
     def _try(self, size: _Size, kind: bool) -> None:
         size.tried, size.left, size.waited = kind, TRIAL_STEPS, 0
         size.costs.pop(kind, None)  # it may have changed since
@@ -100,6 +114,7 @@ class DraftSwitch:
         if len(size.costs) < 2:
             self._try(size, not size.tried)
             return
+        size.is_known = True
         drafted = size.costs[True].each + self._reading.each * self._prompts.each
         before, plain = size.is_on, size.costs[False].each
         size.is_on = drafted < plain if before else drafted < (1 - MARGIN) * plain

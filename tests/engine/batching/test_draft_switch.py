@@ -66,6 +66,16 @@ def test_each_number_of_sequences_has_its_own_answer() -> None:
     assert one[-1] and not eight[-1]
 
 
+def test_a_new_number_of_sequences_begins_with_what_is_known() -> None:
+    """Drafts are on with 4 sequences and off with 8. They are tried at once between the two only, and elsewhere later."""
+    switch = DraftSwitch()
+    run(switch, 2 * TRIAL_STEPS, 1.0, 1.0, sequences=4)
+    run(switch, 2 * TRIAL_STEPS, 3.0, 1.0, sequences=8)
+    assert run(switch, FIRST_WAIT + 1, 1.0, 1.0, sequences=2) == [True] * FIRST_WAIT + [False]
+    assert run(switch, FIRST_WAIT + 1, 3.0, 1.0, sequences=9) == [False] * FIRST_WAIT + [True]
+    assert run(switch, 2 * TRIAL_STEPS, 1.0, 1.0, sequences=6) == TRIALS
+
+
 def test_prompts_that_the_draft_reads_count() -> None:
     """A token costs 0.5 with a draft and 1 without. Reading one costs 0.1, and a request reads 4 or 6 for each new one."""
     for read, is_on in ((40, True), (60, False)):
