@@ -68,7 +68,7 @@ def run_watched(
                 started = (
                     Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split() if with_children else []
                 )
-                peak = max([peak, *map(_resident_peak, [process.pid, *map(int, started)])])
+                peak = max([peak, *map(resident_peak, [process.pid, *map(int, started)])])
             except OSError:  # a process has just ended
                 continue
             time.sleep(0.02)
@@ -81,7 +81,7 @@ def _children(process: int) -> list[int]:
     return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
 
 
-def _resident_peak(process: int) -> int:
+def resident_peak(process: int) -> int:
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return max([0, *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))])
 

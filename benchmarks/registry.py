@@ -109,9 +109,13 @@ BENCHMARKS = (
     ),
     Benchmark("pruning_memory", ("pruning_memory",), PRUNING, trial=("--layers", "1", "--samples", "2")),
     Benchmark(
-        *("larger_than_memory", ("larger_than_memory",), MEMORY),
-        trial=("--layers", "12", "--new-tokens", "2"),
+        *("larger_than_memory", ("larger_than_memory",), (*MEMORY, "engine/expert_cache")),
+        trial=("--layers", "2", "--tokens", "2", "--rounds", "1", "--times", "1.1"),
         needs="the permission to make a control group",
+    ),
+    Benchmark(
+        *("miss_thresholds", ("miss_thresholds",), ("engine/expert_cache", "engine/decoder")),
+        trial=("--windows", "1", "--shares", "0.5"),
     ),
     Benchmark(
         *("memory_limit_prune", ("memory_limit_prune",), PRUNING),

@@ -28,12 +28,11 @@ from compress.methods.criterion import criterion_of
 from compress.options.plan_run import RunOptions
 from compress.report.figures import DecodingFigures, PhaseFigures, PlanRunFigures
 from compress.run.result import SKIP_TABLE_SEQUENCES
-from engine.checkpoint.block_float8 import block_of
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.compressed_floats import formats_of
 from engine.checkpoint.hub import is_hub_id, split
 from engine.checkpoint.model_directory import DEMO, DEMO_DIRECTORY
 from engine.checkpoint.mxfp4 import is_packed
-from engine.checkpoint.pack_quantized import schemes_of
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.expert_cache.policies import BEST
 from engine.families.config import DecoderConfig
@@ -87,22 +86,23 @@ def planned_model(path: Path) -> Planned:
         return Planned(model.config, model.model_dtype, model.bytes / model.parameters, False)
     try:
         raw, _ = language_model(load_json(path, "model config"))
-        config, schemes, packed = decoder_config(raw), schemes_of(raw), is_packed(raw)
+        config, formats, packed = decoder_config(raw), formats_of(raw), is_packed(raw)
         Rotary(config)
-        float8 = None if schemes or packed else block_of(raw)
     except (CheckpointError, UnsupportedError) as error:
         where = "" if str(error).startswith(str(path)) else f"{path.parent}: "
         raise type(error)(f"{where}{error}") from error
     if not config.moe_layers:
         raise OptionError(f"{path.parent}: has no experts to spare")
     dtype = DTYPES.get(str(raw.get("dtype", raw.get("torch_dtype", "bfloat16"))), torch.bfloat16)
-    if schemes:
-        bytes_per_weight = max(scheme.bits / 8 for scheme in schemes) * 17 / 16  # and a scale for each 32 weights
+    if formats.schemes:
+        bytes_per_weight = max(scheme.bits / 8 for scheme in formats.schemes) * 17 / 16  # and a scale for each 32 weights
     elif packed:
         bytes_per_weight = 17 / 32  # blocks of 32 4-bit numbers with one exponent
+    elif formats.nvfp4:
+        bytes_per_weight = 9 / 16  # 4-bit numbers, and a byte for each 16
     else:
-        bytes_per_weight = float(dtype.itemsize) if float8 is None else 1.0
-    return Planned(config, dtype, bytes_per_weight, bool(schemes))
+        bytes_per_weight = float(dtype.itemsize) if formats.float8 is None else 1.0
+    return Planned(config, dtype, bytes_per_weight, bool(formats.schemes))
 
 
 def plan_run(options: RunOptions) -> PlanRunFigures:

@@ -79,6 +79,7 @@ def _outlined(model: str) -> dict[str, Any]:
 def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
     """Describe a decoder's checkpoint, whose weights the caller has checked as far as it wants."""
     skips, scheme = has_skip_tables(checkpoint.directory, checkpoint.config), checkpoint.fewest_bits
+    float8 = checkpoint.float8
     return {
         "kind": "checkpoint" if checkpoint.provenance is None else "artifact",
         "architecture": checkpoint.config.architecture.model_type,
@@ -94,7 +95,7 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
         "group_size": None if scheme is None else scheme.group_size,
         "parameters_by_bits": checkpoint.parameters_by_bits or None,
         "bytes_not_quantized": checkpoint.plain_bytes,
-        "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
+        "float8_block": None if float8 is None or float8.block is None else list(float8.block),
         "gguf_types": None if checkpoint.gguf is None else checkpoint.gguf.block_types,
         "prediction_layers_not_read": checkpoint.prediction_layers,
         "parts_not_read": checkpoint.parts_not_read,

@@ -51,6 +51,8 @@ def _bench_models(given: Given, options: BenchOptions) -> Figures:
         threads=options.threads,
         seed=options.seed,
         kv_cache_dtype=options.kv_cache_dtype,
+        memory_limit=options.memory_limit,
+        miss_threshold=options.miss_threshold,
     )
     given.say(format_rows(rows, options.output_format))
     return {"rows": rows}
@@ -104,6 +106,8 @@ def _bench_concurrency(given: Given, options: BenchOptions) -> Figures:
         skip_min_experts=options.skip_min_experts,
         skip_rule=options.skip_rule,
         kv_cache_dtype=options.kv_cache_dtype,
+        memory_limit=options.memory_limit,
+        miss_threshold=options.miss_threshold,
         progress=progress_bar,
     )
     rows = bench_concurrency(

@@ -47,6 +47,7 @@ FIGURES = (
     "weights_read_bytes_per_token",
     "draft_acceptance_rate",
     "tokens_per_target_forward",
+    "expert_cache",
 )
 
 
@@ -62,6 +63,12 @@ def _show(given: Given, figures: Figures) -> None:
         f"KV cache {size(figures['kv_cache_bytes'])}, other {size(figures['other_memory_bytes'])}), "
         f"experts skipped {figures['experts_skipped_share']:.0%}"
     )
+    if (cache := figures["expert_cache"]) is not None:
+        given.say(
+            f"experts found in memory {number(cache['expert_hit_rate'], 2)}, read for each token "
+            f"{size(cache['expert_bytes_read_per_token'])}, share of the time waiting for them "
+            f"{number(cache['waiting_for_experts_share'], 2)}"
+        )
     if figures["tokens_per_target_forward"] is not None:
         given.say(
             f"drafted tokens kept {number(figures['draft_acceptance_rate'], 2)}, "

@@ -15,6 +15,7 @@ from torch import Tensor
 from compress.options.quantize import QuantiserOptions, quantization_entry
 from compress.plans.adapted import adapted_planned_config, apply_adapted, check_fits_adapted
 from compress.plans.adapted_rounding import check_rounding
+from compress.plans.kept_floats import float_config, kept_floats, layout_of_parts, stays_packed
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
 from compress.plans.prediction_layers import PredictionTensor, kept_prediction
 from compress.plans.releasing import ReleasingSource
@@ -255,7 +256,11 @@ def apply(
     canonical = {on_disk: name for name, on_disk in renamed.items()}
     schemes = _schemes(config, checkpoint, origins, made, quantiser)
     packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
+    kept_names = {renamed.get(name, name): origins.get(name, name) for name in shapes if name in origins or name not in made}
+    may_keep = quantiser is None and stays_packed(plan, checkpoint, (replaced or {}).keys())
+    floats = kept_floats(kept_names if may_keep else {}, checkpoint)
     raw |= _quantisation(config, checkpoint, quantiser, schemes) if schemes or packed else {}
+    raw |= float_config(checkpoint.raw_config) if floats else {}
     prediction: dict[str, PredictionTensor] = {}
     if schemes:
         raw |= without_prediction_layers(config.architecture)
@@ -265,18 +270,21 @@ def apply(
         raw.pop("auto_map", None)
     # Low-bit weights are stored one tensor per expert, also in families that stack experts.
     one_by_one = {renamed.get(name, name): Stored(shape) for name, shape in shapes.items()}
-    stored = one_by_one if schemes else stored_tensors(config)
+    stored = one_by_one if schemes or floats else stored_tensors(config)
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, one in stored.items():
         own = canonical.get(name, name)
         dtype = _dtype(one.parts[0][0] if one.parts else own, checkpoint)
         if own in schemes:
             layout |= layout_of(name, one.shape, schemes[own], dtype)
-        elif name + BLOCKS not in packed:
+        elif name + BLOCKS not in packed and name not in floats:
             layout[name] = dtype, one.shape
+    layout |= floats.layout()
     layout |= {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
     layout |= checkpoint.derived
-    layout |= {name: (own.dtype, own.shape) for name, own in prediction.items()}
+    predicted = {name: own.parts(name, packed=bool(floats)) for name, own in prediction.items()}
+    layout |= {name: (own.dtype, own.shape) for name, own in prediction.items() if not predicted[name]}
+    layout |= layout_of_parts(part for parts in predicted.values() for part in parts.items())
 
     def given(name: str) -> Tensor:
         tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
@@ -285,6 +293,8 @@ def apply(
     def pieces_of(name: str) -> Mapping[str, Iterable[Tensor]]:
         if name in packed:
             return {name: _rows_of(*packed[name])}
+        if name in floats:
+            return {part: in_parts(tensor, RELEASE_EVERY_BYTES) for part, tensor in floats.parts(name).items()}
         own = canonical.get(name, name)
         if own not in schemes:
             return {name: _pieces(own, stored[name], given, layout[name][0])}
@@ -303,7 +313,10 @@ def apply(
         for name in checkpoint.derived:
             writer.add_rows(name, releasing.after([checkpoint.derived_tensor(name)]))
         for name, own_tensor in prediction.items():
-            writer.add_rows(name, releasing.after(own_tensor.pieces()))
+            for part, tensor in predicted[name].items():
+                writer.add_rows(part, releasing.after(in_parts(tensor, RELEASE_EVERY_BYTES)))
+            if not predicted[name]:
+                writer.add_rows(name, releasing.after(own_tensor.pieces()))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:
         source = remote_code.render(checkpoint.config.architecture)

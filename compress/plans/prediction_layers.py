@@ -38,6 +38,10 @@ class PredictionTensor:
     entries: tuple[int, ...] | None = None
     """The entries along `axis` that stay; None for a copy."""
 
+    def parts(self, name: str, *, packed: bool) -> dict[str, Tensor]:
+        """Return the stored tensors of a copied matrix in packed floats, if the result has such; empty for others."""
+        return self.view.stored_parts(name) if packed and self.entries is None else {}
+
     @property
     def dtype(self) -> torch.dtype:
         """Element type in the result."""

@@ -15,6 +15,7 @@ from engine.batching.request import Listener, Load, Request
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler, described_error
 from engine.errors import BusyError, OptionError
+from engine.expert_cache.figures import totals
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars
 from engine.generation.text_stream import PlainText
@@ -150,6 +151,7 @@ class EngineLoop:
         """Return the current load and the counts since the start."""
         scheduler = self._scheduler
         evaluated, skipped = scheduler.runner.counts
+        cache = self._engine.expert_cache
         return Load(
             running=len(scheduler.running),
             waiting=len(self._arrived) + len(self._compiling) + len(scheduler.waiting),
@@ -165,6 +167,7 @@ class EngineLoop:
             experts_evaluated_per_layer=evaluated,
             experts_skipped_per_layer=skipped,
             load_seconds=self._engine.load_seconds,
+            expert_cache=None if cache is None else totals(cache.figures.values()),
         )
 
     def _serve(self) -> None:

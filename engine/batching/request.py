@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.expert_cache.figures import LayerFigures
 from engine.generation.options import SamplingOptions
 
 if TYPE_CHECKING:
@@ -126,5 +127,7 @@ class Load:
     experts_evaluated_per_layer: tuple[int, ...]
     experts_skipped_per_layer: tuple[int, ...]
     """Skipped experts for each MoE layer."""
+    expert_cache: LayerFigures | None = None
+    """Counts of the experts that are read under a memory limit; None without one."""
     load_seconds: float = 0.0
     """Time to load the model, in seconds."""

@@ -70,6 +70,8 @@ class BenchSpec(Spec):
     skip_min_experts: int = OpenOptions.skip_min_experts
     skip_rule: str = OpenOptions.skip_rule
     kv_cache_dtype: str = OpenOptions.kv_cache_dtype
+    memory_limit: int | None = OpenOptions.memory_limit
+    miss_threshold: float = OpenOptions.miss_threshold
     experts_implementation: str | None = None
     """For transformers: one of EXPERTS_IMPLEMENTATIONS; None for its own choice."""
 
@@ -80,6 +82,8 @@ class BenchSpec(Spec):
             raise OptionError(f"batch is {self.batch}; it must be at least 1")
         if self.backend != "torch" and self.kv_cache_dtype != "auto":
             raise OptionError(f"backend {self.backend!r} has its own KV cache; leave --kv-cache-dtype at auto for it")
+        if self.backend != "torch" and self.memory_limit is not None:
+            raise OptionError(f"backend {self.backend!r} reads the whole model; leave out --memory-limit for it")
         if self.backend != "torch" and self.skip_threshold != 0:
             raise OptionError(f"backend {self.backend!r} cannot skip experts; leave the skip threshold at 0 for it")
         if self.experts_implementation not in (None, *EXPERTS_IMPLEMENTATIONS):
@@ -138,6 +142,8 @@ class TorchBackend:
             skip_min_experts=spec.skip_min_experts,
             skip_rule=spec.skip_rule,
             kv_cache_dtype=spec.kv_cache_dtype,
+            memory_limit=spec.memory_limit,
+            miss_threshold=spec.miss_threshold,
         )
         self.load_seconds = self._engine.load_seconds
         self.checkpoint, self.device, self.dtype = self._engine.checkpoint, self._engine.device, self._engine.dtype

@@ -75,6 +75,8 @@ class BenchOptions:
         help="Instead send so many requests at once through the scheduler of `compress serve`, for one model.",
     )
     kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
+    memory_limit: int | None = like(OpenOptions, "memory_limit")
+    miss_threshold: float = like(OpenOptions, "miss_threshold")
     load: LoadOptions | None = field(default=None, metadata=declared_part(LoadOptions))
     device: str = like(OpenOptions, "device")
     dtype: str = like(OpenOptions, "dtype")

@@ -13,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.checkpoint.block_float8 import SCALES
+from engine.checkpoint.block_float8 import ACTIVATION_SCALES, SUFFIXES, Float8
 from engine.checkpoint.gguf import GgufModel, GgufView
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.model_directory import ModelDirectory
+from engine.checkpoint.nvfp4 import Nvfp4View
 from engine.checkpoint.pack_quantized import PACKED, QuantizedView, counted_by_bits
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
@@ -91,8 +92,8 @@ class Checkpoint(ModelDirectory):
             self._views |= self._quantised_views(by_name)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}; {SAME_MODEL}") from error
-        if self.float8_block is not None:
-            self._read_float8(by_name, self.float8_block)
+        if self.float8 is not None:
+            self._read_float8(by_name, self.float8)
         self._check_names_and_shapes(by_name)
 
     def _check_routers(self, by_name: Mapping[str, MappedFile]) -> None:
@@ -114,18 +115,22 @@ class Checkpoint(ModelDirectory):
                     f"hidden size {self.config.hidden_size}, which asks for [{shown(experts)}, {inputs}]; {SAME_MODEL}"
                 )
 
-    def _read_float8(self, by_name: Mapping[str, MappedFile], block: tuple[int, int]) -> None:
+    def _read_float8(self, by_name: Mapping[str, MappedFile], float8: Float8) -> None:
         """Make FP8 weights that have scales read as dequantized weights, in the dtype of the embeddings."""
         for name, view in self._views.items():
-            if isinstance(view, StoredView) and (file := by_name.get(f"{name}{SCALES}")) is not None:
-                view.scales = Scales(file, f"{name}{SCALES}", block)
+            scales = next((own for suffix in SUFFIXES if (own := view.stored_names[0] + suffix) in by_name), None)
+            if isinstance(view, StoredView) and scales is not None:
+                view.scales = Scales(by_name[scales], scales, float8)
                 view.scales.check(view, f"{self.directory}: tensor {name}")
                 view.element = self._views[EMBEDDINGS].element
 
-    def _quantised_views(self, by_name: Mapping[str, MappedFile]) -> dict[str, QuantizedView]:
+    def _quantised_views(self, by_name: Mapping[str, MappedFile]) -> Mapping[str, StoredView | QuantizedView]:
         renamed = names_on_disk(self.config)
         on_disk = {name: renamed.get(name, name) for name in self.shapes}
         packed = {name: own for name, own in on_disk.items() if own + PACKED in by_name and own not in by_name}
+        if self.nvfp4 and EMBEDDINGS in self._views:
+            element = self._views[EMBEDDINGS].element
+            return {name: Nvfp4View(own, self.shapes[name], by_name, element) for name, own in packed.items()}
         if packed and not self.schemes:
             first = next(iter(packed.values()))
             raise CheckpointError(f"tensor {first}{PACKED} is packed, and config.json has no quantization_config for it")
@@ -144,7 +149,12 @@ class Checkpoint(ModelDirectory):
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         used |= {name for name in derived_tensors(self.config) if name in by_name}
         is_ignorable = _is_ignorable if self.gguf is None else self.gguf.is_ignorable
-        extra = [name for name in by_name if name not in used and not is_ignorable(name, self.config)]
+        not_read = ACTIVATION_SCALES if self.float8 is not None or self.nvfp4 else ()
+        extra = [
+            name
+            for name in by_name
+            if name not in used and not is_ignorable(name, self.config) and not name.endswith(not_read)
+        ]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
             more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
@@ -168,10 +178,6 @@ class Checkpoint(ModelDirectory):
             return as_tensor(stored)
         return stored.dequantised(dtype or stored.scales_OC.dtype)
 
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names of the stored tensors that a tensor is read from."""
-        return self._views[name].stored_names
-
     @cached_property
     def _multiplied(self) -> frozenset[str]:
         """Names of the matrices that may stay low-bit in a decoder."""
@@ -183,6 +189,10 @@ class Checkpoint(ModelDirectory):
         """Return the storage scheme of a low-bit weight; None for any other tensor."""
         view = self._views[name]
         return view.scheme if isinstance(view, QuantizedView) else None
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names on disk of the tensors that a weight is made of."""
+        return self._views[name].stored_names
 
     def is_packed(self, name: str) -> bool:
         """Return whether a tensor is stored as packed integers or in MXFP4 blocks."""
@@ -208,6 +218,11 @@ class Checkpoint(ModelDirectory):
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of `tensor(name)` without reading the tensor."""
         return self.element(name).torch
+
+    def float_parts(self, name: str, own: str) -> dict[str, Tensor]:
+        """Return the stored tensors of a matrix in FP8 or NVFP4, as those of a weight `own` are called; empty for others."""
+        view = self._views[name]
+        return view.stored_parts(own) if isinstance(view, StoredView) else {}
 
     def packed(self, name: str) -> Tensor | None:
         """Return a stored stack of packed weights (its blocks or its scales), or None if there is no such tensor."""
@@ -265,13 +280,13 @@ class Checkpoint(ModelDirectory):
         """The file of each tensor of layers for multi-token prediction, by name; none of a GGUF file."""
         files = {} if self.gguf is not None else self._by_name
         own = {name for name in files if _predicts(name, self.config)}
-        return {name: file for name, file in files.items() if name in own or name.removesuffix(SCALES) in own}
+        return {name: file for name, file in files.items() if name in own or _weight_of(name) in own}
 
     @cached_property
     def prediction_tensors(self) -> dict[str, StoredView]:
         """These tensors by name. Scales of 8-bit floating point are part of their weights."""
         there = self.prediction_files
-        scales = {name + SCALES for name in there}
+        scales = {name + suffix for name in there for suffix in SUFFIXES}
         views = {name: self._views[name] for name in there if name not in scales}
         return {name: view for name, view in views.items() if isinstance(view, StoredView)}
 
@@ -392,7 +407,8 @@ class Checkpoint(ModelDirectory):
     ) -> Callable[[str], Weight]:
         """Return a function from name to weight for a decoder: as `source`, but low-bit matrices stay low-bit and mapped.
 
-        block_types: types of a GGUF file's blocks whose matrices stay in blocks. Others are dequantized when they are read.
+        block_types: types of a GGUF file's blocks and of packed floats whose matrices stay as they are stored. Others are
+        dequantized when they are read.
         """
         from engine.kernels.quantized_weight import moved  # here: it imports torch, headers are read without
 
@@ -400,9 +416,9 @@ class Checkpoint(ModelDirectory):
 
         def weight(name: str) -> Weight:
             view, is_multiplied = self._views[name], name in self._multiplied
-            if isinstance(view, GgufView) and (is_multiplied or name == EMBEDDINGS):
-                in_blocks = view.weight(block_types)
-                return source(name) if in_blocks is None else in_blocks
+            if isinstance(view, StoredView) and (is_multiplied or (isinstance(view, GgufView) and name == EMBEDDINGS)):
+                as_stored = view.weight(block_types)
+                return source(name) if as_stored is None else as_stored
             return moved(self.stored(name), dtype, device) if is_multiplied and self.scheme(name) else source(name)
 
         return weight
@@ -436,6 +452,11 @@ def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[
         own = {name: entry for name, entry in file.entries.items() if not name.startswith(wrapper.others)}
         file.entries = {wrapper.own_name(name): entry for name, entry in own.items()}
     return {name: file for file in files for name in file.entries}
+
+
+def _weight_of(scales: str) -> str:
+    """Return the name of the weight that a tensor of scales belongs to; another name is returned as it is."""
+    return next((scales.removesuffix(suffix) for suffix in SUFFIXES if scales.endswith(suffix)), scales)
 
 
 def _is_ignorable(name: str, config: DecoderConfig) -> bool:

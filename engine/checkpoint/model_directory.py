@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.block_float8 import block_of
+from engine.checkpoint.compressed_floats import formats_of
 from engine.checkpoint.gguf import GgufModel
 from engine.checkpoint.hub import fetch, is_hub_id
-from engine.checkpoint.mxfp4 import is_packed
-from engine.checkpoint.pack_quantized import schemes_of
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.config import DecoderConfig
@@ -83,10 +81,13 @@ class ModelDirectory:
         try:
             self.raw_config, self.wrapper = language_model(raw)
             """Config of the language model alone, and its wrapper in a multimodal model, whose other parts are not read."""
-            self.schemes = schemes_of(self.raw_config)
+            formats = formats_of(self.raw_config)
+            self.schemes = formats.schemes
             """Storage schemes of low-bit weights; empty if there are none."""
-            self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
-            """Block size of FP8 weights; None if there are none."""
+            self.float8 = formats.float8
+            """How FP8 weights are scaled; None if there are none."""
+            self.nvfp4 = formats.nvfp4
+            """Whether weights may be in NVFP4."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
             check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
             check_rotary(self.config)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 BLOCK = 32
@@ -18,7 +19,7 @@ METHOD = "mxfp4"
 """Value of `quant_method` in `quantization_config`."""
 BLOCKS, POWERS = "_blocks", "_scales"
 """Name suffixes of a packed tensor's two parts."""
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes in E2M1: numbers with a sign, two bits of exponent and one bit of mantissa."""
 _BIAS, _NAN = 127, 255
 """E8M0: a scale is 2 to the power of its byte minus 127; a byte of 255 is NaN."""
@@ -37,8 +38,13 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     import torch  # here: headers are read without it
 
-    numbers = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)], dtype=torch.bfloat16)
+    numbers = torch.tensor([*MAGNITUDES, *(-number for number in MAGNITUDES)], dtype=torch.bfloat16)
     pairs = torch.cartesian_prod(numbers, numbers).flip(-1)  # indexed by byte: the low half first
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).bfloat16()
     powers[_NAN] = torch.nan
     return (pairs[blocks.int()].flatten(-2) * powers[scales.int()][..., None]).flatten(-2)
+
+
+def unpacked_rows(blocks_OB: Tensor, scales_OC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers [O, C · 32] of rows of blocks, rounded once to `dtype`."""
+    return unpacked(blocks_OB.unflatten(1, (-1, BYTES)), scales_OC).to(dtype)

@@ -49,17 +49,30 @@ def schemes_of(config: Mapping[str, Any]) -> tuple[Scheme, ...]:
     Raises UnsupportedError naming the first setting that the engine does not read.
     """
     values = config.get(CONFIG_KEY)
-    if not isinstance(values, dict) or values.get("quant_method") != _METHOD:
+    groups = check_entry(config)
+    if not groups or not isinstance(values, dict):
         return ()
-    _honour(values, "", quantization_status=("compressed", None), kv_cache_scheme=(None,))
+    return tuple(_scheme(group, f"config_groups.{name}.", values.get("format")) for name, group in groups.items())
+
+
+def check_entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the groups of an entry of compressed-tensors in a raw config.json; empty if it has none.
+
+    Raises UnsupportedError naming the first setting of the whole entry that the engine does not read, CheckpointError for an
+    entry without groups.
+    """
+    values = config.get(CONFIG_KEY)
+    if not isinstance(values, dict) or values.get("quant_method") != _METHOD:
+        return {}
+    honour(values, "", quantization_status=("compressed", None), kv_cache_scheme=(None,))
     sparsity = values.get("sparsity_config")
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
-        _honour(values, "", sparsity_config=(None, {}))
-    _honour(values, "", transform_config=(None, {}), moe_sparsity_config=(None,))
+        honour(values, "", sparsity_config=(None, {}))
+    honour(values, "", transform_config=(None, {}), moe_sparsity_config=(None,))
     groups = values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"config.json: {CONFIG_KEY}.config_groups is {shown(groups)}; it must be an object of groups")
-    return tuple(_scheme(group, f"config_groups.{name}.", values.get("format")) for name, group in groups.items())
+    return groups
 
 
 def _scheme(group: Any, where: str, common_format: Any) -> Scheme:
@@ -67,21 +80,21 @@ def _scheme(group: Any, where: str, common_format: Any) -> Scheme:
     if not isinstance(weights, dict):
         raise CheckpointError(f"config.json: {CONFIG_KEY}.{where}weights is {shown(weights)}; it must be an object")
     form = group.get("format")
-    _honour({"format": common_format if form is None else form}, "", format=(_FORMAT,))
-    _honour(group, where, input_activations=(None,), output_activations=(None,))
+    honour({"format": common_format if form is None else form}, "", format=(_FORMAT,))
+    honour(group, where, input_activations=(None,), output_activations=(None,))
     where += "weights."
-    _honour(weights, where, type=("int",), num_bits=BITS, symmetric=(True,), strategy=("group", "channel"))
-    _honour(weights, where, dynamic=(False, None), actorder=(None, False, "weight", "static"), block_structure=(None,))
+    honour(weights, where, type=("int",), num_bits=BITS, symmetric=(True,), strategy=("group", "channel"))
+    honour(weights, where, dynamic=(False, None), actorder=(None, False, "weight", "static"), block_structure=(None,))
     size = weights.get("group_size")
     if weights["strategy"] == "channel":
-        _honour(weights, where, group_size=(None, WHOLE_ROW))
+        honour(weights, where, group_size=(None, WHOLE_ROW))
         size = WHOLE_ROW
     elif type(size) is not int or size < 1:
         raise CheckpointError(f"config.json: {CONFIG_KEY}.{where}group_size is {shown(size)}; it must be a number from 1")
     return Scheme(weights["num_bits"], size)
 
 
-def _honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> None:
+def honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> None:
     """Raise UnsupportedError for the first of these settings whose value is not among the known ones."""
     for key, choices in known.items():
         value = values.get(key)

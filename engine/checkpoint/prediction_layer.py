@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from engine.checkpoint.block_float8 import SCALES
+from engine.checkpoint.block_float8 import SUFFIXES
 from engine.checkpoint.checkpoint import Checkpoint, computed_dtype
 from engine.checkpoint.stored_views import Scales, StoredView, views_of
 from engine.errors import CheckpointError
@@ -51,8 +51,9 @@ class PredictionTensors:
         renamed = {ours: cast(MappedFile, _Renamed(there[stored], names)) for ours, stored in names.items()}
         self._views: dict[str, StoredView] = dict(views_of(config, renamed))
         for name, view in self._views.items():
-            if name + SCALES in renamed and checkpoint.float8_block is not None:
-                view.scales = Scales(renamed[name + SCALES], name + SCALES, checkpoint.float8_block)
+            scales = next((name + suffix for suffix in SUFFIXES if name + suffix in renamed), None)
+            if scales is not None and checkpoint.float8 is not None:
+                view.scales = Scales(renamed[scales], scales, checkpoint.float8)
                 view.scales.check(view, f"{checkpoint.directory}: tensor {names[name]}")
                 view.element = checkpoint.model_element
         for name, shape in _shapes(config).items():

@@ -98,9 +98,14 @@ def stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple[int, .
 
 def taken(stack: Stack, expert: Tensor, place: int) -> Tensor:
     """Return the projection at `place` from an expert's part of a stack, as [O, I]; a view if the layout permits."""
+    return rows_taken(stack, expert, place).contiguous()
+
+
+def rows_taken(stack: Stack, expert: Tensor, place: int) -> Tensor:
+    """Return the same as a view, whose rows may lie apart."""
     expert_OI = expert.T if stack.transposed else expert
     count = len(stack.projections)
-    return (expert_OI[place::count] if stack.interleaved else expert_OI.chunk(count)[place]).contiguous()
+    return expert_OI[place::count] if stack.interleaved else expert_OI.chunk(count)[place]
 
 
 def joined(stack: Stack, projections: Sequence[Tensor]) -> Tensor:

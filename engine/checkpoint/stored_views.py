@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.checkpoint.block_float8 import dequantised
-from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
+from engine.checkpoint.block_float8 import SCALE_TYPES, SUFFIXES, Float8, dequantised, dequantised_bytes, matrix_of_scales
+from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked, unpacked_rows
 from engine.checkpoint.stacks import (
     packed_shapes,
+    rows_taken,
     shared_names,
     shared_stack_shape,
     stack_shape,
@@ -22,13 +24,17 @@ from engine.families.config import DecoderConfig
 from engine.families.experts import Stack
 from engine.families.tensor_names import router_in_memory, router_tensor, shared_stacks, stacks_in_memory, stacks_on_disk
 from engine.families.tensor_shapes import expert_shapes, names_on_disk
-from engine.files.element_type import BFLOAT16, FLOAT8, FLOAT32, UINT8
+from engine.files.element_type import BFLOAT16, FLOAT8, UINT8
 from engine.files.mapped_file import MappedFile
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from engine.kernels.quantized_weight import LowBitWeight
+
+FP8, MXFP4 = "FP8", "MXFP4"
+"""Names of types of packed floats, as in engine/kernels/float_weight.py."""
 SAME_MODEL = "config.json and the weights must be of the same model"
 
 
@@ -38,27 +44,33 @@ class Scales:
 
     file: MappedFile
     name: str
-    block: tuple[int, int]
+    float8: Float8
 
     def check(self, view: StoredView, where: str) -> None:
-        """Raise a CompressError unless the scales match the blocks of the weight."""
+        """Raise a CompressError unless the scales match the weight."""
         entry, shape = self.file.entries[self.name], view.shape
         is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
-        if view.element != FLOAT8 or entry.element != FLOAT32 or not is_matrix:
+        if view.element != FLOAT8 or entry.element not in SCALE_TYPES or not is_matrix:
             raise UnsupportedError(
                 f"{where}: is {view.element} with scales of {entry.element}; quantized weights are read if they are "
-                f"{FLOAT8} matrices with scales of torch.float32; take the model's weights in bfloat16"
+                f"{FLOAT8} matrices with scales of {', '.join(map(str, SCALE_TYPES))}; take the model's weights in bfloat16"
             )
-        asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
-        if entry.shape != asked:
+        asked = self.float8.scales_shapes(shape)
+        if entry.shape not in asked:
+            block = self.float8.block
+            parts = "whole rows or tensors" if block is None else f"blocks of {list(block)}"
             raise CheckpointError(
-                f"{where}: has scales of shape {list(entry.shape)}, and {list(shape)} in blocks of {list(self.block)} asks "
-                f"for {list(asked)}; {SAME_MODEL}"
+                f"{where}: has scales of shape {list(entry.shape)}, and {list(shape)} in {parts} asks for "
+                f"{' or '.join(str(list(each)) for each in asked)}; {SAME_MODEL}"
             )
 
-    def applied(self, values_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weight, [O, I]."""
-        return dequantised(values_OI, self.file.tensor(self.name), self.block, dtype)
+    def named(self, weight: str) -> str:
+        """Return the name that such scales of another weight have."""
+        return weight + next(suffix for suffix in SUFFIXES if self.name.endswith(suffix))
+
+    def of(self, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, int]]:
+        """Return the scales of a weight of this shape in float32 [P, Q], and the rows and columns of a block."""
+        return matrix_of_scales(self.file.tensor(self.name), self.float8.block, shape)
 
 
 class StoredView:
@@ -91,10 +103,36 @@ class StoredView:
         """The stored numbers that are finite if the weight is; None if the weight itself must be computed first."""
         return (self.file, self.stored_name) if self.scales is None else None
 
+    def stored_parts(self, name: str) -> dict[str, Tensor]:
+        """Return the stored tensors of a matrix in packed floats that lies alone, as those of a weight `name` are called;
+        empty for others.
+        """
+        if self.scales is None:
+            return {}
+        stored = {name: (self.file, self.stored_name), self.scales.named(name): (self.scales.file, self.scales.name)}
+        return {own: file.tensor(place) for own, (file, place) in stored.items()}
+
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor. `dtype`: that of a weight which is computed from blocks; None for `element`."""
         tensor = self.file.tensor(self.stored_name)
-        return tensor if self.scales is None else self.scales.applied(tensor, self.element.torch)
+        return tensor if self.scales is None else dequantised(tensor, *self.scales.of(self.shape), self.element.torch)
+
+    def weight(self, kinds: Container[str]) -> LowBitWeight | None:
+        """Return the matrix as it is stored, mapped; None if it is plain, or the kernels do not multiply it so.
+
+        kinds: names of the types that the compiled kernels multiply.
+        """
+        if self.scales is None or FP8 not in kinds:
+            return None
+        import torch  # here: headers are read without it
+
+        from engine.kernels.float_weight import FloatWeight, fits_kernels
+
+        scales, block = self.scales.of(self.shape)
+        if not fits_kernels(FP8, self.shape, block):
+            return None
+        values = self.file.tensor(self.stored_name).view(torch.uint8)
+        return FloatWeight(values, scales, FP8, self.shape[1], partial(dequantised_bytes, block=block), block=block)
 
 
 class _StackedView(StoredView):
@@ -133,9 +171,22 @@ class _PackedView(StoredView):
         return None
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        return unpacked(*(part.contiguous() for part in self._parts))
+
+    def weight(self, kinds: Container[str]) -> LowBitWeight | None:
+        """Return the projection as it is stored, mapped; None if it is a bias, or the kernels do not multiply it so."""
+        from engine.kernels.float_weight import FloatWeight, fits_kernels  # here: headers are read without torch
+
+        if MXFP4 not in kinds or len(self.shape) != 2 or not fits_kernels(MXFP4, self.shape):
+            return None
+        blocks_OCB, powers_OC = self._parts
+        return FloatWeight(blocks_OCB.flatten(1), powers_OC, MXFP4, self.shape[1], unpacked_rows)
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        """Blocks and scales as views, whose rows may lie apart."""
         stored = zip((self.file, self.powers), self.stored_names, strict=True)
-        parts = [taken(self.stack, file.tensor(name)[self.expert], self.place) for file, name in stored]
-        return unpacked(*parts)
+        return [rows_taken(self.stack, file.tensor(name)[self.expert], self.place) for file, name in stored]
 
 
 def views_of(config: DecoderConfig, by_name: Mapping[str, MappedFile]) -> dict[str, StoredView]:

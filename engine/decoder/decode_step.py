@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from ctypes import c_char
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ class DecodeStep:
         self._first: list[int] = []
         self._routings: list[Routing] = []
         self._is_served = False
+        self._before: _BeforeExperts | None = None
 
     def __call__(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch | None) -> Tensor | None:
         """Return the hidden states before the last norm, [B, L, D], written over x; None if the layers must run.
@@ -74,6 +76,7 @@ class DecodeStep:
         caches = [cache.addresses(layer) for layer in range(len(self._layers))]
         kinds = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
         seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
+        before = self._before_experts(kernels, hidden)
         assert self._tables is not None
         kernels.decode(
             x_BLD.data_ptr(),
@@ -86,7 +89,10 @@ class DecodeStep:
             (tokens, hidden),
             self._thresholds(tokens),
             seen,
+            None if before is None else before.function,
         )
+        if before is not None:
+            before.check()
         if seen is not None:
             self._tell(*seen)
         return x_BLD
@@ -134,6 +140,14 @@ class DecodeStep:
         blocks = ((index, layer.feed_forward) for index, layer in enumerate(self._layers))
         return [(index, block) for index, block in blocks if isinstance(block, MoeBlock)]
 
+    def _before_experts(self, kernels: Any, hidden: int) -> _BeforeExperts | None:
+        """Return what the kernels call before the experts of each layer; None if all experts are mapped."""
+        if all(block.residency is None for block in self._blocks):
+            return None
+        if self._before is None:
+            self._before = _BeforeExperts(kernels, dict(self._moe_layers()), hidden)
+        return self._before
+
     def _thresholds(self, tokens: int) -> Any:
         """Return the thresholds of adaptive skipping, one for each token."""
         skipping = next((routing for routing in self._routings if isinstance(routing, Skipping)), None)
@@ -156,6 +170,39 @@ class DecodeStep:
                 selection = Selection(*(torch.from_numpy(part[layer, :, :slots].copy()) for part in (chosen, weights)))
                 own_logits = np.ascontiguousarray(logits[layer, :, :experts])
                 block.observer(as_bfloat16(inputs[layer]), as_bfloat16(own_logits), selection)
+
+
+class _BeforeExperts:
+    """Asks the blocks to bring their experts into memory, from within the compiled step."""
+
+    def __init__(self, kernels: Any, blocks: dict[int, MoeBlock], hidden: int) -> None:
+        self._blocks, self._hidden = blocks, hidden
+        self.function = kernels.BEFORE_EXPERTS(self._require)
+        self._error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the first error of the last step: none can pass through compiled code, whose result is then worthless."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _require(self, layer: int, chosen: int, weights: int, x: int, tokens: int, slots: int) -> None:
+        if self._error is not None:
+            return
+        try:
+            x_TD = as_bfloat16(_array(x, np.uint16, tokens, self._hidden))
+            chosen_TS, weights_TS = _array(chosen, np.int64, tokens, slots), _array(weights, np.float32, tokens, slots)
+            residency = self._blocks[layer].residency
+            if residency is not None:
+                residency.require(x_TD, chosen_TS, weights_TS)
+        except BaseException as error:
+            self._error = error
+
+
+def _array(address: int, dtype: Any, rows: int, columns: int) -> Any:
+    """Return the array at an address, without a copy."""
+    size = rows * columns * np.dtype(dtype).itemsize
+    return np.frombuffer((c_char * size).from_address(address), dtype).reshape(rows, columns)
 
 
 def _first_norm(layer: Any) -> Tensor:

@@ -53,6 +53,16 @@ class UnitObserver(Protocol):
         """Take the output of the routed experts, or of a dense layer's FFN, and return it."""
 
 
+class Residency(Protocol):
+    """Knows which experts of a block are in memory (engine/expert_cache)."""
+
+    def __call__(self, x_TD: Tensor, selection: Selection) -> Selection:
+        """Bring the chosen experts into memory. Returns the selection with which the block goes on."""
+
+    def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any) -> None:
+        """As `__call__`, on arrays of NumPy, which may be changed in place."""
+
+
 SPARSE_MAX_TOKENS = 4
 """Maximum number of tokens for the sparse path, if no gradient is needed; with more tokens, experts are often shared."""
 
@@ -316,6 +326,8 @@ class MoeBlock(nn.Module):
         self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
         self.expert_observer: ExpertObserver | None = None
         self.unit_observer: UnitObserver | None = None
+        self.residency: Residency | None = None
+        """Brings the chosen experts into memory before they run; None if the whole model is mapped."""
         self.on_gpu: Callable[..., Tensor | None] | None = None
         """Function that runs the routed experts on a GPU in place of torch (triton_experts.TritonExperts), or None."""
         self._compiled = CompiledExperts()
@@ -344,6 +356,8 @@ class MoeBlock(nn.Module):
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
+        if self.residency is not None:
+            selection = self.residency(x_TD, selection)
         y_TD = self._routed(x_TD, selection, self.input_scales(logits_TN), choice)
         if self.own_norms is not None:
             y_TD = self.own_norms.routed_output(y_TD, choice)

@@ -37,6 +37,7 @@ FLOAT32, FLOAT16, BFLOAT16 = (
     ElementType("bfloat16", 2, True),
 )
 FLOAT8 = ElementType("float8_e4m3fn", 1, True)
+FLOAT8_POWER = ElementType("float8_e8m0fnu", 1, True)
 INT64, INT32, UINT8 = ElementType("int64", 8), ElementType("int32", 4), ElementType("uint8", 1)
 ELEMENT_TYPES = {
     "F64": ElementType("float64", 8, True),
@@ -54,5 +55,6 @@ ELEMENT_TYPES = {
     "BOOL": ElementType("bool", 1),
     "F8_E4M3": FLOAT8,
     "F8_E5M2": ElementType("float8_e5m2", 1, True),
+    "F8_E8M0": FLOAT8_POWER,
 }
 """By the names that safetensors headers use."""

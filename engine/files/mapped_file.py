@@ -78,6 +78,8 @@ class MappedFile:
         self.header_only = False
         """Whether only the header was fetched; reading tensors then raises CheckpointError."""
         self._map: mmap.mmap | None = None
+        self._is_served = False
+        """Whether tensors come from memory that this file did not map."""
         with reading(path, self.what) as file:
             self._identity = _identity(file)
             self.size = self._identity[2]
@@ -93,7 +95,11 @@ class MappedFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_unchanged(self, file: BinaryIO) -> None:
+    def serve_from(self, memory: mmap.mmap) -> None:
+        """Return tensors from `memory`, which has the file's layout and which the caller fills, and never release it."""
+        self._map, self._is_served = memory, True
+
+    def check_unchanged(self, file: BinaryIO) -> None:
         """Raise CheckpointError for a file that is not the one whose header was checked."""
         if _identity(file) != self._identity:
             raise CheckpointError(f"{self.path}: file changed while in use; start again once it is written")
@@ -104,7 +110,7 @@ class MappedFile:
             raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
         if self._map is None:
             with reading(self.path, self.what) as file:
-                self._check_unchanged(file)
+                self.check_unchanged(file)
                 self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
         return self._map
 
@@ -136,7 +142,7 @@ class MappedFile:
 
         Changes in written pages would be lost. This is safe only because nothing writes to mapped tensors.
         """
-        if self._map is not None:
+        if self._map is not None and not self._is_served:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def samples(self) -> Iterator[tuple[str, bytes]]:
@@ -149,7 +155,7 @@ class MappedFile:
             raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
         places = {name: _sampled(name, entry) for name, entry in self.entries.items()}
         with reading(self.path, self.what) as file:
-            self._check_unchanged(file)
+            self.check_unchanged(file)
             if hasattr(os, "posix_fadvise"):  # request all samples before waiting for the first
                 for place, size in filter(itemgetter(1), places.values()):  # a size of 0 would mean the rest of the file
                     os.posix_fadvise(file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
@@ -176,7 +182,8 @@ class MappedFile:
         The mapping is not closed explicitly: torch does not lock the buffer, so live tensors would point to unmapped
         memory.
         """
-        self._map = None
+        if not self._is_served:
+            self._map = None
 
 
 def state_of(files: Iterable[MappedFile]) -> str:

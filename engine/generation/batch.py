@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from engine.checkpoint.model_directory import ModelDirectory
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.decoder.prediction import PredictionLayer
+from engine.expert_cache.cache import ExpertCache
+from engine.expert_cache.figures import report as expert_figures
 from engine.generation.options import SamplingOptions
 from engine.generation.prediction_draft import PredictionReader
 from engine.generation.report import Report, SkipCounter, memory_split, peak_memory_bytes, rate
@@ -36,6 +38,7 @@ class Runner(Protocol):
     decoding_kernels: KernelChoice
     draft_tokens: int
     load_seconds: float
+    expert_cache: ExpertCache | None
 
     @property
     def draft(self) -> Runner | None: ...
@@ -196,8 +199,17 @@ class Batch:
             experts_read=asked if counter is None else counter.filled,
             weights_read_bytes_per_token=engine.bytes_read_per_token,
             draft_acceptance_rate=speculation.accepted / proposed if speculation and proposed else None,
+            expert_cache=self._cache_report(generated),
             tokens_per_target_forward=(generated - 1) / speculation.rounds if speculation and speculation.rounds else None,
         )
+
+    def _cache_report(self, generated: int) -> dict[str, Any] | None:
+        """Return the figures of the expert cache; None without one."""
+        cache, began = self._engine.expert_cache, self._prefill_started
+        if cache is None:
+            return None
+        seconds = (began if self._first_token_at is None else self._first_token_at) - began + self._decode_seconds
+        return expert_figures(cache.figures.values(), self.prompt_tokens + generated, seconds)
 
 
 def own_cache(cache: Cache) -> KeyValueCache:

@@ -30,6 +30,8 @@ from engine.decoder.prediction import PredictionLayer
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
 from engine.errors import CompressError, OptionError, UnsupportedError
+from engine.expert_cache.attach import check_limited, open_limited
+from engine.expert_cache.cache import ExpertCache
 from engine.files.image_file import pictures_of
 from engine.generation.batch import Batch, Cache, own_cache
 from engine.generation.checks import check_pair, check_room, cpu_only, resolve_dtype, resolve_kv_cache_dtype
@@ -114,6 +116,8 @@ class Engine:
         """Duration of `open` in seconds."""
         self.prompt_kernels, self.decoding_kernels = PROMPT, DECODING
         """Kernels that compute the products of prompts and of decoding, on the threads that the model was opened with."""
+        self.expert_cache: ExpertCache | None = None
+        """The experts in memory, where the model is read within a limit; None where it is mapped as a whole."""
         self.progress: Progress = no_progress
         """Shows the compilation of kernels, where there is any."""
         self.image_reader: ImageReader | None = None
@@ -137,6 +141,8 @@ class Engine:
         draft_tokens: int = OpenOptions.draft_tokens,
         kv_cache_dtype: str = OpenOptions.kv_cache_dtype,
         images: bool = False,
+        memory_limit: int | None = OpenOptions.memory_limit,
+        miss_threshold: float = OpenOptions.miss_threshold,
         progress: Progress = no_progress,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are memory-mapped and not read, if device and dtype allow it.
@@ -148,12 +154,16 @@ class Engine:
         recorded checksum. `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a
         time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023); or "mtp": the model's
         own layers for multi-token prediction. `images`: prompts may
-        have images; transformers then runs the whole model, also one of a family that our own decoder runs. `progress`:
-        shows the compilation of kernels, where there is any.
+        have images; transformers then runs the whole model, also one of a family that our own decoder runs. `memory_limit`:
+        most resident bytes of the process; experts are then read when they are needed, and `miss_threshold` may leave out
+        light ones that are not in memory (engine/expert_cache/cache.py). `progress`: shows the compilation of kernels, where
+        there is any.
         """
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
             raise OptionError(f"draft tokens are {draft_tokens}; they must be from 1 to {COMPILED_MAX_ROWS - 1}")
+        if miss_threshold > 0 and memory_limit is None:
+            raise OptionError("a miss threshold leaves out experts that a memory limit keeps out; give --memory-limit too")
         set_threads(threads)
         directory = resolve(str(model))
         if images and draft is not None:
@@ -171,6 +181,8 @@ class Engine:
                 raise OptionError("an exported model has its own KV cache; leave the KV cache dtype at auto")
             if images:
                 raise OptionError("an exported model reads text only; leave out the images, or take the checkpoint")
+            if memory_limit is not None:
+                raise OptionError("an exported model is read whole by onnxruntime; leave out the memory limit")
             exported = ModelDirectory(directory)
             engine = cls(exported, open_exported(exported, device, dtype))
             engine.load_seconds = time.perf_counter() - started
@@ -184,7 +196,14 @@ class Engine:
         own = routings_of(checkpoint, computed, place)
         routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own, rule=skip_rule)
         decoder: Decoder | AdaptedDecoder
-        if isinstance(checkpoint, AdaptedCheckpoint):
+        expert_cache: ExpertCache | None = None
+        if memory_limit is not None:
+            check_limited(checkpoint, place, predicts=predicts)
+            source = checkpoint.weights(computed, place, block_types_multiplied(computed, place))
+            decoder, expert_cache = open_limited(
+                checkpoint, source, memory_limit, dtype=computed, miss_threshold=miss_threshold
+            )
+        elif isinstance(checkpoint, AdaptedCheckpoint):
             decoder = AdaptedDecoder(checkpoint, computed, progress)
         else:
             blocks = block_types_multiplied(computed, place)
@@ -196,6 +215,7 @@ class Engine:
         if place.type == "cuda":
             use_triton(decoder.moe_blocks)
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
+        engine.expert_cache = expert_cache
         engine.kv_cache_dtype, engine.progress, engine.skip_rule = kept, progress, skip_rule
         engine.prompt_kernels, engine.decoding_kernels = PROMPT.with_threads(threads), DECODING.with_threads(threads)
         if images:
@@ -257,6 +277,9 @@ class Engine:
         """Return an empty cache with this many positions for each sequence of a batch; that of transformers grows."""
         if isinstance(self.decoder, AdaptedDecoder):
             return self.decoder.new_cache()
+        if self.expert_cache is not None:
+            position, state = self.cache_sizes
+            self.expert_cache.reserve(sequences * (capacity * position + state))
         return KeyValueCache(self.checkpoint.config, sequences, capacity, self.kv_cache_dtype, self.device)
 
     @cached_property
@@ -274,6 +297,8 @@ class Engine:
         """Bytes of the weights in memory: all weights, or the resident pages of memory-mapped ones."""
         if self.device.type != "cpu":
             return 0
+        if self.expert_cache is not None:
+            return self.expert_cache.fixed_bytes + self.expert_cache.held_bytes
         if not isinstance(self.checkpoint, Checkpoint) or isinstance(self.decoder, OnnxDecoder):
             return self.weights_bytes
         return resident_weights_bytes(self.decoder.weights, (file.path for file in self.checkpoint.files))
@@ -422,6 +447,8 @@ class Engine:
         sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, decode) for prompt in ids]
         if self.skip_counter is not None:
             self.skip_counter.reset()
+        if self.expert_cache is not None:
+            self.expert_cache.count_anew()
         inputs = [prompt.inputs for prompt in read if prompt.inputs]
         self._last = Batch(self, sequences, max_new_tokens, sampling, started, inputs)
         return self._last

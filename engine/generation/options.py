@@ -50,6 +50,22 @@ class OpenOptions:
         choices=("auto", "torch", "onnx"),
         help="auto: onnx for an exported model, torch for all others.",
     )
+    memory_limit: int | None = option(
+        None,
+        group=MACHINE,
+        is_size=True,
+        above=0,
+        unset="none",
+        help="Most resident memory, such as 16GB: experts that do not fit are read from disk when they are needed.",
+    )
+    miss_threshold: float = option(
+        0.0,
+        group=MACHINE,
+        minimum=0,
+        maximum=1,
+        help="With --memory-limit, leave an expert out that is not in memory and has less than this share of its token's "
+        "weights; 0 leaves none out.",
+    )
     checksums: bool = option(False, group=MACHINE, help="First compare every file with the artifact's checksums.")
     draft: str | None = option(
         None,

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ class Report:
     """
     draft_acceptance_rate: float | None = None
     """Share of the draft model's tokens that the target accepted; None if there were none."""
+    expert_cache: dict[str, Any] | None = None
+    """Figures of the experts that were read under a memory limit (engine/expert_cache/figures.py); None without a limit."""
     tokens_per_target_forward: float | None = None
     """Tokens after the first, divided by the target's forward passes after the prefill; None without a draft."""
 

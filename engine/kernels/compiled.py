@@ -7,13 +7,13 @@ be kept on disk. Weights are read in place, without a copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from ctypes import addressof, c_char
+from ctypes import addressof, c_char, c_void_p, cast
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from engine.kernels import attention, block_products, expert_panels, experts, low_bit, panels, step
+from engine.kernels import attention, block_products, expert_panels, experts, float_products, low_bit, panels, step
 from engine.kernels import gated_delta as delta_kernels
 from engine.kernels import mamba2 as mamba2_kernels
 from engine.kernels import products as product_kernels
@@ -22,6 +22,7 @@ from engine.kernels.block_types import BLOCK_KINDS
 from engine.kernels.cache_directory import cache_directory
 from engine.kernels.compiling import KERNELS, Kernel, prepare
 from engine.kernels.experts import EXPERT, EXPERTS
+from engine.kernels.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
 from engine.kernels.forms import BLOCKS, MIXED, PLAIN, Form, form_address, form_kernels, own_forms
 from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.panels import multiplies_many
@@ -29,11 +30,13 @@ from engine.kernels.parallel import TABLE_ADDRESS, threads_used, use_threads
 from engine.kernels.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.products import PRODUCTS
 from engine.kernels.rounded_vectors import ROUNDED
-from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
+from engine.kernels.step import BEFORE_EXPERTS, HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
 
 __all__ = [
+    "BEFORE_EXPERTS",
     "BLOCKS",
     "BLOCK_KINDS",
+    "FLOAT_KINDS",
     "GROUP_SIZES",
     "HEAD_NORM",
     "KERNELS",
@@ -45,7 +48,9 @@ __all__ = [
     "NO_NORM",
     "PLAIN",
     "ROUNDED",
+    "UNIT",
     "WHOLE_NORM",
+    "WHOLE_ROWS",
     "WITHOUT_GATE",
     "attend",
     "block_products",
@@ -53,6 +58,7 @@ __all__ = [
     "decode",
     "dequantized",
     "expert_table",
+    "float_products",
     "form_address",
     "gated_delta",
     "load_parts",
@@ -312,6 +318,7 @@ def decode(
     shape: tuple[int, int],
     thresholds_T: Any,
     seen: tuple[Any, Any, Any, Any] | None = None,
+    before_experts: Any = None,
 ) -> None:
     """Compute all layers of a decoder for the next position of each sequence, or for the next few positions of one sequence.
 
@@ -321,7 +328,7 @@ def decode(
     `attend`. angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`, and the kind of query and key norms. scalars: ε
     of the norms, factor of the scores, and factor of each addition to the residual. shape: T and D. thresholds_T: float32,
     the thresholds of adaptive skipping. seen: arrays that receive the choices and weights [layers, T, S], the inputs
-    [layers, T, D] and the logits [layers, T, N] of the experts.
+    [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a `step.BEFORE_EXPERTS`.
     """
     (tokens, hidden), (blocks_BM, past_B, block_size), (heads, groups, size, group_stride, norms) = shape, places, sizes
     caches_L = np.array(caches, np.int64)
@@ -349,6 +356,7 @@ def decode(
         head_norms=norms,
         threads=threads_used(),
         thresholds=_address(thresholds_T),
+        before_experts=0 if before_experts is None else cast(before_experts, c_void_p).value,
         **dict(zip(("epsilon", "scale", "residual"), scalars, strict=True)),
     )
     if seen is not None:

@@ -1,6 +1,7 @@
 """Forms of weights, and for each form the kernels that multiply, prepare vectors and widen.
 
-A form is two values: the bits of a weight, or the name of a type of blocks, and the number of weights that share a scale.
+A form is two values: the bits of a weight, or the name of a type of blocks or of packed floats, and the number of weights
+that share a scale. Packed floats have in the place of scales the address of a record, which says where their scales lie.
 The kernels of a form are loaded when a product with such weights is first requested. Matrices in blocks that are multiplied
 in one call may be of several types: the call has the form BLOCKS, and each matrix names its own. Experts whose matrices have
 different bits are multiplied in one call of the form MIXED: each matrix has a record of its own, with the address of its
@@ -18,6 +19,7 @@ import numpy as np
 from engine.kernels.block_types import BLOCK_KINDS, RUN
 from engine.kernels.compiling import KERNELS, Kernel, inline
 from engine.kernels.dot_products import VALUE_BYTES
+from engine.kernels.float_types import FLOAT_KINDS, TAKES_PAIRS
 from engine.kernels.memory import record_at
 from engine.kernels.processor import MULTIPLIES_INTEGERS
 
@@ -76,7 +78,7 @@ def _row(kind: int | str) -> _Row:
     if kind == 16:
         return _Row(16, 1, 2, 4 * VALUE_BYTES, "multiply_plain", "prepare_plain")
     if kind == MIXED[0]:
-        return _Row(8, 1, 1, max(_ROUNDED_BYTES, 4 * VALUE_BYTES))
+        return _Row(8, 1, 1, max(_ROUNDED_BYTES, 4 * VALUE_BYTES, 8 if TAKES_PAIRS else 16))
     if isinstance(kind, int):
         numbers, size = (8, kind) if 8 % kind else (8 // kind, 1)
         return _Row(kind, numbers, size, _ROUNDED_BYTES, f"multiply_{kind}", f"prepare_{kind}", f"widen_{kind}")
@@ -85,12 +87,25 @@ def _row(kind: int | str) -> _Row:
     )
     if kind == BLOCKS[0]:
         return _Row(8, 1, 1, vector, prepare=prepare)
+    if kind in FLOAT_KINDS:
+        return _row_of_floats(kind)
     block = BLOCK_KINDS[kind]
     return _Row(8, block.numbers, block.bytes, vector, f"multiply_{exact}{block.key}", prepare, f"widen_{block.key}")
 
 
+def _row_of_floats(kind: str) -> _Row:
+    own = FLOAT_KINDS[kind]
+    exact = "" if TAKES_PAIRS else "exact_"
+    if own.bits == 8:
+        prepare = "prepare_bytes" if TAKES_PAIRS else "prepare_wide"
+    else:
+        prepare = "prepare_halves" if TAKES_PAIRS else "prepare_wide_halves"
+    vector = 8 if TAKES_PAIRS else 16
+    return _Row(own.bits, own.numbers, 1, vector, f"multiply_{exact}{own.key}", prepare, f"widen_{own.key}")
+
+
 def form_kernels(kind: int | str) -> list[Kernel]:
-    """Return the kernels for weights of so many bits, or in blocks of this type: multiply, prepare and, if any, widen."""
+    """Return the kernels for weights of so many bits, or of this type: multiply, prepare and, if any, widen."""
     row = _row(kind)
     return [KERNELS[name] for name in (row.multiply, row.prepare, row.widen) if name]
 

@@ -114,8 +114,10 @@ def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def block_types_multiplied(dtype: torch.dtype, device: torch.device) -> Container[str]:
-    """Return the types of GGUF's blocks that the kernels multiply as they are stored; none without kernels."""
-    return tuple(_load_kernels().BLOCK_KINDS) if has_kernels(dtype, device) else ()
+    """Return the types of GGUF's blocks and of packed floats that the kernels multiply as they are stored; none without
+    kernels.
+    """
+    return (*_load_kernels().BLOCK_KINDS, *_load_kernels().FLOAT_KINDS) if has_kernels(dtype, device) else ()
 
 
 def loaded_kernels() -> Any:

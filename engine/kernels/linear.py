@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.block_weight import BlockWeight
+from engine.kernels.float_weight import FloatWeight
 from engine.kernels.kernel_choice import TORCH, KernelChoice, is_served, loaded_kernels
 from engine.kernels.quantized_weight import LowBitWeight, QuantizedWeight, Weight
 
@@ -147,7 +148,7 @@ def places_of(kernels: Any, weights: Sequence[Weight], form: tuple[int | str, in
     places = [addresses(weight) for weight in weights]
     if form != kernels.MIXED:
         return places, None
-    is_packed = [isinstance(weight, QuantizedWeight) for weight in weights]
+    is_packed = [isinstance(weight, QuantizedWeight | FloatWeight) for weight in weights]
     scales = [scale if packed else 0 for (_, scale), packed in zip(places, is_packed, strict=True)]
     records, own = kernels.own_forms([_record_form(kernels, weight) for weight in weights], scales)
     return [(values, place) for (values, _), place in zip(places, own, strict=True)], records

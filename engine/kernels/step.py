@@ -6,6 +6,7 @@ products, experts and attention with a record for each.
 
 from __future__ import annotations
 
+from ctypes import CFUNCTYPE, c_int64
 from typing import Any
 
 import numba
@@ -69,6 +70,7 @@ STEP = np.dtype(
         ("head_norms", np.int64),  # NO_NORM, HEAD_NORM or WHOLE_NORM
         ("threads", np.int64),
         ("thresholds", np.int64),  # [T] float32, of adaptive skipping
+        ("before_experts", np.int64),  # 0, or the address of a function BEFORE_EXPERTS
         ("seen_chosen", np.int64),  # 0, or the addresses of choices and weights [layers, T, S],
         ("seen_weights", np.int64),
         ("seen_inputs", np.int64),  # of the experts' inputs [layers, T, D] and of the logits [layers, T, N]
@@ -82,6 +84,10 @@ STEP = np.dtype(
     align=True,
 )
 """Arguments of one decoding step."""
+BEFORE_EXPERTS = CFUNCTYPE(None, *(c_int64,) * 6)
+"""The type of a function that is called before the experts of each layer. Its arguments are the layer, the addresses of the
+chosen experts [T, S] (int64) and of their weights (float32), which it may change, that of the experts' input [T, D]
+(bfloat16), T and S."""
 step_at = record_at(STEP)
 _PRODUCTS_BYTES, _EXPERTS_BYTES, _ATTENTION_BYTES = PRODUCTS.itemsize, EXPERTS.itemsize, ATTENTION.itemsize
 
@@ -231,6 +237,8 @@ def routed_experts(address: Any, index: Any) -> None:
             call(table.skip_slots, (place, thresholds_T[token], *own, job.normed + 2 * token * job.hidden, job.hidden))
     if job.seen_chosen != 0:
         call(table.tell_observers, (address, index, address_of(chosen), address_of(weights), address_of(logits)))
+    if job.before_experts != 0:
+        call(job.before_experts, (index, address_of(chosen), address_of(weights), job.normed, tokens, slots))
     where, clamp = (layer.experts, count, layer.expert_form), (layer.alpha, layer.limit)
     _experts(job, where, address_of(chosen), address_of(weights), slots, clamp, job.added)
     keep(logits)

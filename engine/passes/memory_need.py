@@ -127,7 +127,7 @@ def _largest_piece(checkpoint: Checkpoint, demand: MemoryDemand) -> int:
     head = math.prod(shapes["model.embed_tokens.weight"])
     experts = [max((math.prod(shape) for shape in layer.values() if len(shape) > 1), default=0) * 4 for layer in layers]
     whole = [sum(math.prod(shape) for shape in layer.values()) for layer in layers]
-    is_blocks = checkpoint.float8_block or checkpoint.gguf or is_packed(checkpoint.raw_config)
+    is_blocks = checkpoint.float8 or checkpoint.nvfp4 or checkpoint.gguf or is_packed(checkpoint.raw_config)
     converted = checkpoint.model_dtype != demand.dtype or is_blocks
     if demand.gradients and size == 2 and not has_half_arithmetic():
         return max(3 * max(whole), head) * size  # converted to float32 for the backward pass

@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.batching.request import Load, Timings
+from engine.expert_cache.figures import LayerFigures
 
 Figures = dict[str, tuple[str, Callable[[Load], float]]]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -30,6 +31,15 @@ COUNTERS: Figures = {
     "compress_cached_tokens": ("Tokens of prompts that were in the cache.", lambda load: load.cached_tokens),
     "compress_preemptions": ("Preemptions of requests.", lambda load: load.preemptions),
 }
+
+EXPERT_COUNTERS: dict[str, tuple[str, Callable[[LayerFigures], float]]] = {
+    "compress_experts_used": ("Experts that steps used.", lambda own: own.uses),
+    "compress_experts_found": ("Experts among them that were in memory.", lambda own: own.hits),
+    "compress_experts_left_out": ("Slots that the miss threshold emptied.", lambda own: own.left_out),
+    "compress_expert_read_bytes": ("Bytes of experts read from disk.", lambda own: own.read_bytes),
+    "compress_expert_wait_seconds": ("Seconds of waiting for experts.", lambda own: own.waited_seconds),
+}
+"""Counters of a model that is served within a memory limit."""
 
 
 class Metrics:
@@ -112,6 +122,9 @@ class _LoadCollector(Collector):
             yield GaugeMetricFamily(name, about, value=figure(load))
         for name, (about, figure) in COUNTERS.items():
             yield CounterMetricFamily(name, about, value=figure(load))
+        if load.expert_cache is not None:
+            for name, (about, counted) in EXPERT_COUNTERS.items():
+                yield CounterMetricFamily(name, about, value=counted(load.expert_cache))
         skipped = CounterMetricFamily("compress_experts_skipped", "Experts that tokens skipped.", labels=["layer"])
         for layer, count in enumerate(load.experts_skipped_per_layer):
             skipped.add_metric([str(layer)], count)

@@ -39,12 +39,14 @@ class ServeOptions:
     )
     memory_limit: int | None = option(
         None,
-        group=SEVERAL,
+        group=MACHINE,
         is_size=True,
         above=0,
         unset="none",
-        help="Most memory of all loaded models, such as 16GB; the least recently used ones leave for another one.",
+        help="Most memory, such as 16GB: of one model, whose experts are read from disk when they do not fit; of several "
+        "models, the least recently used ones leave for another one.",
     )
+    miss_threshold: float = like(OpenOptions, "miss_threshold")
     host: str = option("127.0.0.1", group=ADDRESS, help="Address to listen on; 0.0.0.0 for all.")
     port: int = option(8000, group=ADDRESS, minimum=0, maximum=65535, help="Port to listen on; 0 for a free one.")
     api_keys: tuple[str, ...] = option(
@@ -137,8 +139,8 @@ class ServeOptions:
             raise OptionError("the served model name is empty; leave it out, or give a name")
         if self.served_model_name is not None and self.is_several:
             raise OptionError("several models have the names of their directories; leave out --served-model-name")
-        if self.memory_limit is not None and not self.is_several:
-            raise OptionError("--memory-limit is for several models; give more than one, or --models-dir")
+        if self.miss_threshold > 0 and (self.memory_limit is None or self.is_several):
+            raise OptionError("--miss-threshold is for one model with --memory-limit; give both, or leave it out")
 
     @property
     def is_several(self) -> bool:

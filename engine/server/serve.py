@@ -94,10 +94,15 @@ def load(options: ServeOptions, limit: int | None = None) -> Service:
         skip_rule=options.skip_rule,
         kv_cache_dtype=options.kv_cache_dtype,
         images=options.images,
+        memory_limit=options.memory_limit,
+        miss_threshold=options.miss_threshold,
     )
+    cache_bytes = options.kv_cache_bytes or default_kv_cache_bytes(engine, options, limit)
+    if engine.expert_cache is not None:
+        engine.expert_cache.reserve(cache_bytes)
     engine_loop = EngineLoop(
         engine,
-        kv_cache_bytes=options.kv_cache_bytes or default_kv_cache_bytes(engine, options, limit),
+        kv_cache_bytes=cache_bytes,
         max_batch_size=options.max_batch_size,
         max_queue=options.max_queue,
         max_model_length=options.max_model_length,
@@ -143,6 +148,8 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions, limit: int | N
 
     on_gpu = engine.device.type == "cuda"
     free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
+    if engine.expert_cache is not None:
+        free = min(free, engine.expert_cache.spare_bytes)
     if limit is not None:
         free = min(free, left_for_cache(limit, engine.weights_bytes))
     positions = options.max_model_length or engine.checkpoint.config.max_positions

@@ -116,7 +116,7 @@ class AdaptedCheckpoint(Checkpoint):
         if self.provenance is not None:
             check_sizes(directory, self.provenance)
         self.raw_config = load_json(directory / "config.json", "model config")
-        self.wrapper, self.float8_block = None, None
+        self.wrapper, self.float8, self.nvfp4 = None, None, False
         try:
             _check_known(self.raw_config)
             self.schemes = schemes_of(self.raw_config)

@@ -129,6 +129,16 @@ def test_stacked_experts_and_scales_of_8_bits_are_read(tmp_path: Path) -> None:
     assert new.dtype == torch.float32 and torch.equal(new, values.float() * scales)
     assert not any("scale_inv" in each for each in stored)
 
+    own = "model.layers.1.mlp.experts.4.up_proj.weight"  # with a matrix of its own in 8 bits, the model stays so
+    scales_of_own = torch.rand(1, 1) + 0.5
+    added = {own: torch.randn_like(load_file(path)[own].float()).to(torch.float8_e4m3fn), f"{own}_scale_inv": scales_of_own}
+    save_file(load_file(path) | added, path, metadata={"format": "pt"})
+    _, stored = result(plan, Checkpoint(tmp_path / "eight"), tmp_path / "with scales")
+    for each, numbers, factors in ((name, values, scales), (own, added[own], scales_of_own)):
+        new = each.replace(".experts.4.", f".experts.{kept.index(4)}.")
+        assert torch.equal(stored[new].view(torch.uint8), numbers.view(torch.uint8))
+        assert torch.equal(stored[f"{new}_scale_inv"], factors)
+
 
 @pytest.mark.parametrize("is_summed", [False, True], ids=["rows of one expert", "sums of rows"])
 def test_merged_experts_keep_the_experts_of_their_router_rows(is_summed: bool, tmp_path: Path) -> None:

@@ -700,11 +700,16 @@ def test_weights_in_float8_are_read_as_what_they_stand_for(float8: Any, made_of:
     (tmp_path / "pruned").mkdir()
     apply(pruning_plan({1: [0, 1], 2: [3]}), checkpoint, tmp_path / "pruned")
     pruned = Checkpoint(tmp_path / "pruned")
-    assert "quantization_config" not in pruned.raw_config and pruned.dtype("lm_head.weight") == torch.float32
+    assert pruned.raw_config["quantization_config"] == checkpoint.raw_config["quantization_config"]
+    assert (
+        load_file(tmp_path / "pruned" / "model.safetensors")[f"{WEIGHT.replace('.3.', '.0.')}"].dtype == torch.float8_e4m3fn
+    )
     assert torch.equal(pruned.tensor("model.layers.2.mlp.experts.0.up_proj.weight"), meant[WEIGHT])
     narrow = (narrowed_expert(3, [2, 15]), kept_expert(0))
     apply(Plan({1: narrow, 2: narrow}), checkpoint, tmp_path / "narrow")
-    units = Checkpoint(tmp_path / "narrow").tensor("model.layers.2.mlp.experts.0.up_proj.weight")
+    widened = Checkpoint(tmp_path / "narrow")
+    assert "quantization_config" not in widened.raw_config and widened.dtype("lm_head.weight") == torch.float32
+    units = widened.tensor("model.layers.2.mlp.experts.0.up_proj.weight")
     assert torch.equal(units, meant[WEIGHT][[2, 15]])
 
 
@@ -716,8 +721,9 @@ WEIGHT = "model.layers.2.mlp.experts.3.up_proj.weight"
     [
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
         ({"fmt": "e5m2"}, "fmt='e5m2'"),
-        ({"activation_scheme": "static"}, "activation_scheme='static'"),
-        ({"weight_block_size": None}, "weight_block_size=None"),
+        ({"activation_scheme": "token"}, "activation_scheme='token'"),
+        ({"weight_block_size": [128]}, "weight_block_size="),
+        ({"expert_dtype": "fp4"}, "expert_dtype='fp4'"),
     ],
 )
 def test_other_kinds_of_quantised_weights_are_refused_by_name(
@@ -734,7 +740,7 @@ def test_other_kinds_of_quantised_weights_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({f"{WEIGHT}_scale_inv": torch.ones(2, 2, dtype=torch.bfloat16)}, UnsupportedError, "scales of torch.bfloat16"),
+        ({f"{WEIGHT}_scale_inv": torch.ones(2, 2, dtype=torch.float64)}, UnsupportedError, "scales of torch.float64"),
         ({f"{WEIGHT}_scale_inv": torch.ones(2, 1)}, CheckpointError, r"scales of shape \[2, 1\]"),
         ({f"{WEIGHT}_scale_inv": None}, CheckpointError, f"{WEIGHT} is torch.float8_e4m3fn"),
         ({WEIGHT: torch.ones(16, 32)}, UnsupportedError, f"{WEIGHT}: is torch.float32 with scales"),

@@ -244,8 +244,6 @@ def test_the_process_with_several_models(directory: Path) -> None:
 def test_options_of_several_models(directory: Path) -> None:
     with pytest.raises(OptionError, match="served-model-name"):
         ServeOptions(models=("a", "b"), served_model_name="c")
-    with pytest.raises(OptionError, match="--memory-limit is for several models"):
-        ServeOptions(models=("a",), memory_limit=1)
     with pytest.raises(OptionError, match="two models have the name first"):
         models_of(ServeOptions(models=(str(directory / "first"), str(directory / "first"))))
     with pytest.raises(CheckpointError, match="no such directory"):

@@ -1,0 +1,93 @@
+"""Opening a decoder whose experts are read when they are needed, within a limit of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.experts import MoeBlock
+from engine.decoder.model import Decoder
+from engine.decoder.routing import Selection
+from engine.errors import OptionError, UnsupportedError
+from engine.expert_cache.cache import ExpertCache
+from engine.expert_cache.places import FileMemories
+from engine.kernels.kernel_choice import DECODING
+from engine.kernels.quantized_weight import Weight
+from engine.passes.memory_need import MemoryDemand, batch_bytes
+
+MOST_TOKENS = 512
+"""Tokens that go through the model together."""
+
+
+class Residency:
+    """Asks the cache for the experts of one MoE block, and predicts those of the next one."""
+
+    def __init__(self, cache: ExpertCache, layer: int, following: tuple[int, MoeBlock] | None) -> None:
+        """following: the next MoE block and its layer."""
+        self._cache, self._layer, self._following = cache, layer, following
+
+    def __call__(self, x_TD: Tensor, selection: Selection) -> Selection:
+        """Bring the chosen experts into memory. Returns the selection with which the block goes on."""
+        if self._cache.miss_threshold == 0:
+            self.require(x_TD, selection.experts.numpy(), None)
+            return selection
+        experts, weights = selection.experts.clone(), selection.weights.float().clone()
+        self.require(x_TD, experts.numpy(), weights.numpy())
+        return Selection(experts, weights.to(selection.weights.dtype))
+
+    def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any) -> None:
+        """As `__call__`, on arrays of NumPy, which a miss threshold changes in place."""
+        self._cache.require(self._layer, chosen_TS, weights_TS)
+        if self._following is not None and self._cache.awaits(self._following[0]):
+            layer, block = self._following
+            slots, logits_TN = min(chosen_TS.shape[1], len(block.experts)), block.logits(x_TD, DECODING).float().numpy()
+            self._cache.expect(layer, np.unique(np.argpartition(logits_TN, -slots)[:, -slots:]).tolist())
+
+
+def check_limited(checkpoint: object, device: torch.device, *, predicts: bool) -> None:
+    """Raise OptionError or UnsupportedError for a model that cannot be read within a limit.
+
+    predicts: whether its own layers draft.
+    """
+    if device.type != "cpu":
+        raise OptionError("--memory-limit is for models on the CPU; leave it out, or give --device cpu")
+    if not isinstance(checkpoint, Checkpoint) or not checkpoint.has_own_decoder:
+        raise UnsupportedError(
+            "transformers runs this model, and it holds all weights in memory; leave out --memory-limit, or prune the model"
+        )
+    if predicts:
+        raise OptionError("layers for multi-token prediction are not read within a limit; leave out the draft, or the limit")
+
+
+def open_limited(
+    checkpoint: Checkpoint,
+    weights: Callable[[str], Weight],
+    limit: int,
+    *,
+    dtype: torch.dtype,
+    miss_threshold: float = 0.0,
+    **options: Any,
+) -> tuple[Decoder, ExpertCache]:
+    """Return a decoder and the cache of its experts. weights: Checkpoint.weights, for the CPU.
+
+    Raises OptionError for a limit that is too low and for a model without experts, UnsupportedError for experts that are
+    converted when they are read, and CheckpointError.
+    """
+    if not checkpoint.config.moe_layers:
+        raise OptionError(
+            f"{checkpoint.directory}: has no experts, so that nothing can leave memory; leave out --memory-limit"
+        )
+    memories = FileMemories(checkpoint, weights)
+    decoder = Decoder(checkpoint.config, weights).eval()
+    activations = batch_bytes(checkpoint, MemoryDemand(dtype, MOST_TOKENS), MOST_TOKENS)
+    cache = ExpertCache(memories, limit, activation_bytes=activations, miss_threshold=miss_threshold, **options)
+    blocks = list(zip(checkpoint.config.moe_layers, decoder.moe_blocks, strict=True))
+    for place, (layer, block) in enumerate(blocks):
+        following = blocks[place + 1] if place + 1 < len(blocks) and blocks[place + 1][1].own_norms is None else None
+        block.residency = Residency(cache, layer, following)
+    return decoder, cache

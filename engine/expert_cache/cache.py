@@ -1,0 +1,274 @@
+"""`ExpertCache`: as many experts as a limit of memory allows, and the ones that a layer has chosen always among them.
+
+Everything that every token reads stays in memory. Before a layer's experts run, `require` waits until those that its router
+has chosen are in memory; a policy (policies.py) says which others leave for them. The kernels and torch read the weights at
+addresses that never change (file_memory.py), so the results are those of a model that is in memory as a whole, to the bit.
+
+While a layer computes, the experts that the next one will probably choose are read ahead: the next router is applied to
+this layer's input, which differs little from its own (Eliseev and Mazur, "Fast inference of Mixture-of-Experts language
+models with offloading", 2023, section 3.2).
+
+With a miss threshold τ > 0, an expert that is not in memory is left out where its share of the token's weights is below τ,
+and the other weights of the token are scaled to their sum before. The result then depends on what was in memory.
+
+Shape suffixes: T tokens, S slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engine.errors import OptionError
+from engine.expert_cache.figures import LayerFigures
+from engine.expert_cache.places import FileMemories, bytes_of, largest_layer_bytes
+from engine.expert_cache.policies import DEFAULT, POLICIES, Key
+from engine.expert_cache.readers import AHEAD, NOW, Loading, Readers
+from engine.passes.memory_budget import resident_memory_bytes
+
+HEADROOM_BYTES = 48 << 20
+"""Allowance for what a step needs beyond what was resident when it began, besides activations."""
+LEAST_PRECISION = 0.5
+"""Share of the predicted experts that must be chosen for reading ahead to go on: every other read takes the disk's time."""
+LEAST_MISSES = 0.05
+"""Experts that a step of a layer must lack on average for a prediction to be worth its time."""
+_MEMORY = 0.95
+"""Weight of the past in the averages of a layer: of its misses, and of the precision of the predictions for it."""
+
+
+class ExpertCache:
+    """The experts in memory. One thread calls `require`; a few others read."""
+
+    def __init__(
+        self,
+        memories: FileMemories,
+        limit: int,
+        *,
+        activation_bytes: int = 0,
+        miss_threshold: float = 0.0,
+        policy: str = DEFAULT,
+        reads_ahead: bool = True,
+        resident: Callable[[], int] = resident_memory_bytes,
+    ) -> None:
+        """limit: the most resident bytes of the process, which `resident` measures. activation_bytes: what a step's
+        activations may take.
+
+        Raises OptionError for a limit that does not hold the experts of one layer.
+        """
+        self._memories, self._places, self.limit = memories, memories.places, limit
+        self._headroom = HEADROOM_BYTES + activation_bytes
+        self.miss_threshold, self.reads_ahead = miss_threshold, reads_ahead
+        self._measured = resident
+        self._policy = POLICIES[policy]()
+        self._readers = Readers()
+        self._resident: set[Key] = set()
+        self._loading: dict[Key, Loading] = {}
+        self._ahead: dict[int, set[Key]] = {}
+        """Experts that were read ahead, by layer, until the layer is reached."""
+        self._wanted: dict[Key, None] = {}
+        """Experts that the running layer uses; they stay until the next one runs."""
+        self._predicted: dict[int, list[Key]] = {}
+        """Predicted experts that were not in memory, by layer, whether or not they were read."""
+        self._precision: dict[int, float] = {}
+        self._misses: dict[int, float] = {}
+        self._first = min(layer for layer, _ in self._places)
+        self.figures: dict[int, LayerFigures] = {}
+        self.count_anew()
+        self.held_bytes = 0
+        """Bytes of the experts that are in memory or on their way."""
+        self._other = resident()
+        """The most bytes of everything else so far."""
+        self._check()
+
+    def count_anew(self) -> None:
+        """Set all figures to zero."""
+        self.figures = {layer: LayerFigures(layer) for layer in dict.fromkeys(layer for layer, _ in self._places)}
+
+    def _check(self) -> None:
+        """Raise OptionError unless the experts of each layer fit together."""
+        least, limit = largest_layer_bytes(self._places), self.limit
+        if self.capacity < least:
+            needed = self._other + self._headroom + least
+            raise OptionError(
+                f"memory-limit is {limit / 1e9:.2f}GB, and this needs {needed / 1e9 + 0.005:.2f}GB at least: "
+                f"{self._other / 1e9:.2f} for what every token reads and for the program, {least / 1e9:.2f} for the experts "
+                f"of one layer, {self._headroom / 1e9:.2f} for the values of a step; give that much, or quantize the model"
+            )
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of experts that the limit allows now."""
+        return self.limit - self._other - self._headroom
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that the limit leaves beside everything else and the experts of one layer."""
+        return max(0, self.capacity - largest_layer_bytes(self._places))
+
+    @cached_property
+    def expert_sizes(self) -> dict[Key, int]:
+        """Bytes of each expert in the files."""
+        return {key: bytes_of(parts) for key, parts in self._places.items()}
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts in the files."""
+        return sum(self.expert_sizes.values())
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the weights that stay in memory."""
+        return self._memories.fixed_bytes
+
+    def reserve(self, size: int) -> None:
+        """Make room for a cache of keys and values, or anything else of this size, which is allocated next.
+
+        Raises OptionError if the experts of a layer do not fit beside it.
+        """
+        self._settle()
+        self._other = max(self._other, self._measured() - self.held_bytes + size)
+        self._check()
+        self._shrink()
+
+    def require(self, layer: int, chosen_TS: Any, weights_TS: Any) -> None:
+        """Bring the chosen experts into memory.
+
+        chosen_TS: int64, negative for empty slots. weights_TS: float32, read only with a miss threshold, which changes both
+        in place. Raises CheckpointError for a disk that fails, and OptionError if
+        the experts do not fit.
+        """
+        if layer == self._first:
+            self._measure()
+        self._settle()
+        figures = self.figures[layer]
+        if self.miss_threshold > 0:
+            figures.left_out += self._leave_out(layer, chosen_TS, weights_TS)
+        numbers = np.unique(chosen_TS).tolist()
+        self._wanted = wanted = {(layer, number): None for number in numbers if number >= 0}
+        self._policy.visit(layer)
+        for key in wanted:
+            self._policy.use(key)
+        self._judge(layer, wanted)
+        missing = [key for key in wanted if key not in self._resident]
+        self._misses[layer] = _MEMORY * self._misses.get(layer, 1.0) + (1 - _MEMORY) * len(missing)
+        late = [key for key in missing if key in self._loading]
+        figures.uses, figures.hits = figures.uses + len(wanted), figures.hits + len(wanted) - len(missing)
+        figures.late, figures.read = figures.late + len(late), figures.read + len(missing) - len(late)
+        if not missing:
+            return
+        started = time.perf_counter()
+        for key in late:
+            self._readers.hurry(self._loading[key])
+        for key in missing:
+            if key not in self._loading and not self._begin(key, NOW, wanted):
+                raise OptionError(
+                    f"memory-limit is {self.limit / 1e9:.2f}GB, {max(0, self.capacity) / 1e9:.2f} of it are left for "
+                    f"experts, and layer {layer} uses {len(wanted)} at once; give a higher limit, or read shorter prompts"
+                )
+        self._readers.wait([self._loading[key] for key in missing])
+        self._settle()
+        figures.waited_seconds += time.perf_counter() - started
+
+    def awaits(self, layer: int) -> bool:
+        """Whether a prediction of the experts that a layer will use next is worth its time."""
+        return self.reads_ahead and self._misses.get(layer, 1.0) >= LEAST_MISSES
+
+    def expect(self, layer: int, numbers: Iterable[int]) -> None:
+        """Read experts ahead that a layer will probably use next, where such predictions have been good enough."""
+        missing = [key for number in numbers if (key := (layer, number)) not in self._resident and key not in self._loading]
+        self._predicted[layer] = missing
+        if not self.reads_ahead or self._precision.get(layer, 1.0) < LEAST_PRECISION:
+            return
+        own = self._ahead.setdefault(layer, set())
+        for key in missing:
+            own.add(key)
+            if not self._begin(key, AHEAD, _Either(self._wanted, own, self._loading)):
+                own.discard(key)
+                break
+            self.figures[layer].read_ahead += 1
+
+    def close(self) -> None:
+        """End the reading threads and close the files."""
+        self._readers.close()
+        self._memories.close()
+
+    def _leave_out(self, layer: int, chosen_TS: Any, weights_TS: Any) -> int:
+        """Empty the slots of experts that are not in memory and weigh little. Returns their number."""
+        sums_T1 = np.abs(weights_TS).sum(axis=-1, keepdims=True)
+        numbers = np.unique(chosen_TS)
+        absent = [
+            n for n in numbers.tolist() if n >= 0 and (layer, n) not in self._resident and (layer, n) not in self._loading
+        ]
+        if not absent:
+            return 0
+        is_light = np.isin(chosen_TS, absent) & (np.abs(weights_TS) < self.miss_threshold * sums_T1)
+        is_light &= ~is_light.all(axis=-1, keepdims=True)  # no token loses all of its experts
+        weights_TS[is_light], chosen_TS[is_light] = 0.0, -1
+        left_T1 = np.abs(weights_TS).sum(axis=-1, keepdims=True)
+        np.multiply(weights_TS, sums_T1 / np.where(left_T1 == 0, 1.0, left_T1), out=weights_TS, where=left_T1 > 0)
+        return int(is_light.sum())
+
+    def _judge(self, layer: int, wanted: Container[Key]) -> None:
+        """Compare what was predicted and read ahead with what the layer uses."""
+        predicted = self._predicted.pop(layer, [])
+        if predicted:
+            share = sum(key in wanted for key in predicted) / len(predicted)
+            self._precision[layer] = _MEMORY * self._precision.get(layer, 1.0) + (1 - _MEMORY) * share
+        self.figures[layer].wasted += sum(key not in wanted for key in self._ahead.pop(layer, ()))
+
+    def _begin(self, key: Key, urgency: int, pinned: Container[Key]) -> bool:
+        """Make room and begin to read an expert. Returns False if nothing may leave for it."""
+        parts = self._places[key]
+        while self.held_bytes + bytes_of(parts) > self.capacity:
+            leaving = self._policy.victim(pinned)
+            if leaving is None:
+                return False
+            self._drop(leaving)
+        self.held_bytes += sum(memory.hold(extent) for memory, extent in parts)
+        self.figures[key[0]].read_bytes += bytes_of(parts)
+        self._loading[key] = Loading(parts)
+        self._readers.start(self._loading[key], urgency)
+        return True
+
+    def _drop(self, key: Key) -> None:
+        if key in self._resident:
+            self._policy.remove(key)
+            self._resident.remove(key)
+        self.held_bytes -= sum(memory.drop(extent) for memory, extent in self._places[key])
+
+    def _settle(self) -> None:
+        """Note which experts have been read since the last time."""
+        for key, loading in list(self._loading.items()):
+            if not loading.is_done:
+                continue
+            del self._loading[key]
+            if loading.error is not None:
+                self._drop(key)  # whoever waits for it has the error
+            else:
+                self._resident.add(key)
+                self._policy.add(key)
+
+    def _measure(self) -> None:
+        """Note how much everything else takes. Pages of an expert on its way are not all there yet."""
+        self._settle()
+        if not self._loading:
+            self._other = max(self._other, self._measured() - self.held_bytes)
+            self._shrink()
+
+    def _shrink(self) -> None:
+        while self.held_bytes > self.capacity and (leaving := self._policy.victim(self._loading)) is not None:
+            self._drop(leaving)
+
+
+class _Either:
+    """The keys of several containers."""
+
+    def __init__(self, *containers: Container[Key]) -> None:
+        self._containers: Sequence[Container[Key]] = containers
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in own for own in self._containers)

@@ -1,0 +1,135 @@
+"""`FileMemory`: memory in the place of a file's mapping, with the same layout, whose parts are read and given back by hand.
+
+A byte of the file lies at its own offset in the memory, so tensors and tables of addresses stay valid whatever is loaded at
+the moment. Parts are read by direct I/O where the file system has it: no byte goes through the page cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import Counter
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.files.mapped_file import MappedFile
+
+PAGE = max(4096, mmap.PAGESIZE)
+"""Bytes of a page. Direct I/O takes offsets, addresses and lengths that are multiples of it on every usual disk."""
+_MOST_BYTES_OF_A_CALL = 1 << 30
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""A mapping larger than memory is refused without it. Linux's value is 0x4000."""
+
+
+class Extent(NamedTuple):
+    """Some consecutive bytes of a file."""
+
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.end - self.begin
+
+
+class FileMemory:
+    """Memory with the layout of one file, empty at first."""
+
+    def __init__(self, file: MappedFile) -> None:
+        """Make `file` return its tensors from this memory. Raises CheckpointError for a file that cannot be opened."""
+        self.path = file.path
+        self._size = file.size
+        self.map = mmap.mmap(-1, _up(file.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        self._bytes = memoryview(self.map)
+        self._descriptor, self.is_direct = _open(file)
+        self._users: Counter[int] = Counter()
+        """How many loaded extents reach into a page that an extent does not fill."""
+        file.serve_from(self.map)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in this memory."""
+        return self._address <= address < self._address + self._size
+
+    def extent_of(self, tensor: Tensor) -> Extent:
+        """Return the bytes of the file from a tensor's first to its last, whatever its strides are."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = tensor.data_ptr() - self._address
+        return Extent(begin, begin + (last + 1) * tensor.element_size())
+
+    def read(self, extent: Extent) -> None:
+        """Read a part of the file, from page to page. Several threads may read at once.
+
+        Raises CheckpointError for a disk that fails and for a file that has become shorter.
+        """
+        place, end = _down(extent.begin), _up(extent.end)
+        while place < min(end, self._size):
+            part = self._bytes[place : min(end, place + _MOST_BYTES_OF_A_CALL)]
+            try:
+                count = os.preadv(self._descriptor, [part], place)
+            except OSError as error:
+                reason = error.strerror or type(error).__name__
+                raise CheckpointError(f"{self.path}: weights cannot be read ({reason}); check the disk") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path}: file became shorter while in use; start again once it is written")
+            place += count
+        if not self.is_direct:
+            os.posix_fadvise(self._descriptor, _down(extent.begin), end - _down(extent.begin), os.POSIX_FADV_DONTNEED)
+
+    def hold(self, extent: Extent) -> int:
+        """Note that a part is loaded, before it is read. Returns the bytes of memory that this takes."""
+        return self._change(extent, 1)
+
+    def drop(self, extent: Extent) -> int:
+        """Give the memory of a part back, but for pages at its ends that other loaded parts share. Returns its bytes."""
+        first, last = extent.begin // PAGE, (extent.end - 1) // PAGE
+        freed = self._change(extent, -1)
+        begin = first if not self._users[first] else first + 1
+        end = last + 1 if not self._users[last] else last
+        if begin < end:
+            self.map.madvise(mmap.MADV_DONTNEED, begin * PAGE, (end - begin) * PAGE)
+        return freed
+
+    def _change(self, extent: Extent, change: int) -> int:
+        """Count one user more or less of the pages at the ends. Returns the bytes that are taken or freed."""
+        first, last = extent.begin // PAGE, (extent.end - 1) // PAGE
+        pages = max(0, last - first - 1)
+        for page in {first, last}:
+            before = self._users[page]
+            self._users[page] = before + change
+            pages += not before or not before + change
+            if not self._users[page]:
+                del self._users[page]
+        return pages * PAGE
+
+    def close(self) -> None:
+        """Close the file. The memory lives as long as its tensors."""
+        os.close(self._descriptor)
+
+
+def _open(file: MappedFile) -> tuple[int, bool]:
+    """Return a descriptor of the file, and whether it reads past the page cache."""
+    for flag in (getattr(os, "O_DIRECT", 0), 0):
+        try:
+            descriptor = os.open(file.path, os.O_RDONLY | flag)
+        except OSError as error:
+            if flag:
+                continue  # a file system without direct I/O
+            reason = error.strerror or type(error).__name__
+            raise CheckpointError(f"{file.path}: weights cannot be read ({reason}); check permissions") from error
+        with os.fdopen(os.dup(descriptor), "rb", buffering=0) as opened:
+            file.check_unchanged(opened)
+        return descriptor, bool(flag)
+    raise AssertionError("the second attempt returns or raises")
+
+
+def _down(place: int) -> int:
+    return place // PAGE * PAGE
+
+
+def _up(place: int) -> int:
+    return -(-place // PAGE) * PAGE

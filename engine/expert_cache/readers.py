@@ -1,0 +1,109 @@
+"""Threads that read parts of experts. What a layer waits for goes before what was read ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from itertools import count
+
+from engine.expert_cache.file_memory import Extent
+from engine.expert_cache.places import Part
+
+READERS = 4
+"""Threads that read at the same time. One fills no disk: a read waits for the disk's answer before the next one begins."""
+PIECE_BYTES = 4 << 20
+"""Bytes that a thread reads at a time, so that all of them work on a large expert."""
+NOW, AHEAD = 0, 1
+"""Urgencies."""
+
+
+class Loading:
+    """One expert that is being read."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self.pieces = [piece for part in parts for piece in _pieces(part)]
+        self.left = len(self.pieces)
+        self.error: BaseException | None = None
+        self.urgency = AHEAD
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every piece was read, or failed."""
+        return self.left == 0
+
+
+class Readers:
+    """A few threads and one queue."""
+
+    def __init__(self, threads: int = READERS) -> None:
+        self._changed = threading.Condition()
+        self._queue: list[tuple[int, int, Loading, Part]] = []
+        self._number = count()
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"expert reader {number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, loading: Loading, urgency: int) -> None:
+        """Put an expert's pieces into the queue."""
+        with self._changed:
+            loading.urgency = urgency
+            self._push(loading, loading.pieces)
+
+    def hurry(self, loading: Loading) -> None:
+        """Let the pieces of an expert that was to be read ahead, and that wait in the queue, go first."""
+        with self._changed:
+            if loading.urgency == NOW:
+                return
+            loading.urgency = NOW
+            waiting = [piece for _, _, own, piece in self._queue if own is loading]
+            self._queue = [entry for entry in self._queue if entry[2] is not loading]
+            self._queue.sort()
+            self._push(loading, waiting)
+
+    def wait(self, loadings: Iterable[Loading]) -> None:
+        """Wait until all of them are done. Raises the error of a read that failed."""
+        for loading in loadings:
+            with self._changed:
+                self._changed.wait_for(lambda own=loading: own.is_done)  # type: ignore[misc]
+            if loading.error is not None:
+                raise loading.error
+
+    def close(self) -> None:
+        """End the threads once the reads that they have begun are done; those in the queue never begin."""
+        with self._changed:
+            self._is_closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _push(self, loading: Loading, pieces: Iterable[Part]) -> None:
+        for piece in pieces:
+            heappush(self._queue, (loading.urgency, next(self._number), loading, piece))
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
+                if self._is_closed:
+                    return
+                _, _, loading, (memory, extent) = heappop(self._queue)
+            error: BaseException | None = None
+            try:
+                memory.read(extent)
+            except Exception as raised:  # handed to the thread that waits
+                error = raised
+            with self._changed:
+                loading.left, loading.error = loading.left - 1, loading.error or error
+                self._changed.notify_all()
+
+
+def _pieces(part: Part) -> Iterable[Part]:
+    begin, end = part.extent
+    for place in range(begin, end, PIECE_BYTES):
+        yield Part(part.memory, Extent(place, min(end, place + PIECE_BYTES)))

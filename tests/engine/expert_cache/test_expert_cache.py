@@ -1,0 +1,266 @@
+"""A model whose experts come and go computes what it computes in memory, to the bit, and the limit is kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import reference_model, save_reference
+from float_models_for_tests import save_compressed_float8, save_float8, save_mxfp4, save_nvfp4
+from torch import Tensor
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.model import Decoder
+from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.expert_cache import cache as cache_module
+from engine.expert_cache import places
+from engine.expert_cache.attach import check_limited, open_limited
+from engine.expert_cache.cache import ExpertCache
+from engine.expert_cache.figures import LayerFigures, report
+from engine.expert_cache.places import bytes_of, largest_layer_bytes
+from engine.generation.generate import Engine
+from engine.kernels.kernel_choice import block_types_multiplied
+
+MANY_LAYERS = ("mixtral", "qwen2_moe", "olmoe", "granitemoe")
+"""Families whose tiny models have more experts than fit beside those of one layer."""
+TOKENS = torch.randint(3, 60, (1, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _tiny_experts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of tiny models are smaller than what is always kept."""
+    monkeypatch.setattr(places, "SMALL_BYTES", 64)
+
+
+def limited(
+    path: Path, dtype: torch.dtype = torch.float32, layers: float = 1.0, **options: Any
+) -> tuple[Decoder, ExpertCache]:
+    """Return a decoder with room for the experts of so many layers, whatever the process itself takes."""
+    checkpoint = Checkpoint(path)
+    blocks = block_types_multiplied(dtype, torch.device("cpu"))
+    weights = checkpoint.weights(dtype, "cpu", blocks)
+    options = {"resident": lambda: 0, **options}
+    decoder, cache = open_limited(checkpoint, weights, 1 << 40, dtype=dtype, **options)
+    cache.limit = cache._headroom + int(layers * page_bytes(cache))
+    return decoder, cache
+
+
+def page_bytes(cache: ExpertCache) -> int:
+    """Return the bytes of the pages of the largest layer, each expert counted alone."""
+    return largest_layer_bytes(cache._places) + 4096 * 2 * max(map(len, cache._places.values())) * 8
+
+
+def logits(decoder: Decoder) -> Tensor:
+    """Return the logits of a text, twice: the second time other experts are in memory."""
+    with torch.inference_mode():
+        decoder(TOKENS)
+        return decoder(TOKENS.flip(1))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe", "granitemoe", "deepseek_v2", "lfm2_moe", "nemotron_h"])
+def test_a_family_computes_the_same(family: str, tmp_path: Path) -> None:
+    save_reference(family, tmp_path / "model")
+    decoder, cache = limited(tmp_path / "model")
+    free = Decoder(Checkpoint(tmp_path / "model").config, Checkpoint(tmp_path / "model").source(torch.float32))
+    assert torch.equal(logits(decoder), logits(free))
+    figures = cache.figures.values()
+    assert all(each.hits + each.late + each.read == each.uses for each in figures)
+    have_come_back = sum(each.read_bytes for each in figures) > cache.expert_bytes
+    assert have_come_back or family not in MANY_LAYERS
+    assert cache.held_bytes <= cache.capacity
+    cache.close()
+
+
+FORMS: dict[str, Callable[[Path], None]] = {
+    "mxfp4": save_mxfp4,
+    "nvfp4": save_nvfp4,
+    "fp8 of rows": partial(save_float8, "qwen3_moe", scales="rows"),
+    "fp8 of powers": partial(save_float8, "deepseek_v3", scales="powers"),
+    "fp8 of channels": partial(save_compressed_float8, strategy="channel"),
+}
+"""Packed floats, which are read as they are stored; some of their scales are converted."""
+
+
+@pytest.mark.parametrize("small", [64, 8192])
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_floats_compute_the_same(form: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "SMALL_BYTES", small)
+    FORMS[form](tmp_path / "model")
+    try:
+        decoder, cache = limited(tmp_path / "model", torch.bfloat16)
+    except UnsupportedError:
+        assert small == 64, "scales that are larger than what stays in memory, and converted"
+        return
+    checkpoint = Checkpoint(tmp_path / "model")
+    blocks = block_types_multiplied(torch.bfloat16, torch.device("cpu"))
+    free = Decoder(checkpoint.config, checkpoint.weights(torch.bfloat16, "cpu", blocks))
+    assert torch.equal(logits(decoder), logits(free))
+    assert cache.expert_bytes > 0 or small == 8192
+    cache.close()
+
+
+@pytest.fixture(name="model", scope="module")
+def decoding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("decoding") / "model"
+    own = reference_model("qwen3_moe", hidden_size=64, moe_intermediate_size=64).to(torch.bfloat16)
+    own.save_pretrained(path)
+    return path
+
+
+def engine_of(path: Path, **options: Any) -> tuple[Engine, ExpertCache]:
+    decoder, cache = limited(path, torch.bfloat16, **options)
+    engine = Engine(Checkpoint(path), decoder)
+    engine.expert_cache = cache
+    return engine, cache
+
+
+def decoded(engine: Engine, steps: int = 12) -> Tensor:
+    """Return the logits of a prompt's last position, and of the tokens after it, one by one."""
+    kept = engine.new_cache(1, TOKENS.shape[1] + steps)
+    found = [engine.prefill(TOKENS, None, kept)]
+    for _ in range(steps):
+        found.append(engine.step(found[-1].argmax(-1), None, kept))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("reads_ahead", [True, False])
+@pytest.mark.parametrize("policy", ["worth", "lru", "lfu"])
+def test_compiled_decoding_computes_the_same(policy: str, reads_ahead: bool, model: Path) -> None:
+    free = Engine.open(model)
+    engine, cache = engine_of(model, policy=policy, reads_ahead=reads_ahead)
+    assert torch.equal(decoded(engine), decoded(free))
+    assert any(each.read for each in cache.figures.values())
+    assert reads_ahead == any(each.read_ahead for each in cache.figures.values())
+    cache.close()
+
+
+def test_a_file_that_shrinks_ends_the_run_with_an_error(model: Path, tmp_path: Path) -> None:
+    """The error passes through the compiled step, and the process goes on."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in model.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    engine, cache = engine_of(copy)
+    decoded(engine, 2)
+    os.truncate(copy / "model.safetensors", 8192)
+    with pytest.raises(CheckpointError, match="became shorter while in use"):
+        decoded(engine, 12)
+    cache.close()
+
+
+def test_a_limit_that_holds_no_layer_is_refused(model: Path) -> None:
+    checkpoint = Checkpoint(model)
+    with pytest.raises(OptionError, match=r"this needs .*GB at least: .* for the experts of one layer"):
+        open_limited(checkpoint, checkpoint.weights(torch.bfloat16), 1 << 20, dtype=torch.bfloat16)
+
+
+def test_experts_that_are_converted_are_refused(model: Path) -> None:
+    checkpoint = Checkpoint(model)
+    with pytest.raises(UnsupportedError, match="experts are converted or rearranged"):
+        open_limited(checkpoint, checkpoint.weights(torch.float32), 1 << 40, dtype=torch.float32)
+
+
+def test_experts_that_are_rearranged_are_refused(tmp_path: Path) -> None:
+    save_reference("gpt_oss", tmp_path / "model")
+    with pytest.raises(UnsupportedError, match="converted or rearranged"):
+        limited(tmp_path / "model")
+
+
+def test_what_cannot_be_limited_is_refused(model: Path) -> None:
+    checkpoint, cpu = Checkpoint(model), torch.device("cpu")
+    with pytest.raises(OptionError, match="models on the CPU"):
+        check_limited(checkpoint, torch.device("cuda"), predicts=False)
+    with pytest.raises(OptionError, match="multi-token prediction"):
+        check_limited(checkpoint, cpu, predicts=True)
+    with pytest.raises(UnsupportedError, match="transformers runs this model"):
+        check_limited(object(), cpu, predicts=False)
+    with pytest.raises(OptionError, match="give --memory-limit too"):
+        Engine.open(model, miss_threshold=0.1)
+
+
+@pytest.fixture(name="cache")
+def small_cache(tmp_path: Path) -> Iterator[ExpertCache]:
+    """A cache of three layers of six experts, with room for two layers."""
+    save_reference("mixtral", tmp_path / "model")
+    _, cache = limited(tmp_path / "model", layers=2.0, reads_ahead=False)
+    yield cache
+    cache.close()
+
+
+def require(cache: ExpertCache, layer: int, chosen: Any, weights: Any = None) -> tuple[Any, Any]:
+    chosen_TS = np.array(chosen, np.int64)
+    weights_TS = np.ones(chosen_TS.shape, np.float32) if weights is None else np.array(weights, np.float32)
+    cache.require(layer, chosen_TS, weights_TS)
+    return chosen_TS, weights_TS
+
+
+def test_figures_are_those_counted_by_hand(cache: ExpertCache) -> None:
+    require(cache, 0, [[0, 1], [1, -1]])
+    require(cache, 0, [[1, 2]])
+    size = bytes_of(cache._places[0, 0])
+    own = cache.figures[0]
+    assert (own.uses, own.hits, own.read, own.late, own.read_bytes) == (4, 1, 3, 0, 3 * size)
+
+
+def test_experts_read_ahead_count_as_predicted_and_wasted(cache: ExpertCache) -> None:
+    cache.reads_ahead = True
+    require(cache, 0, [[0]])
+    cache.expect(1, [2, 3])
+    while not all(loading.is_done for loading in cache._loading.values()):
+        pass
+    require(cache, 1, [[2, 4]])
+    own = cache.figures[1]
+    assert (own.read_ahead, own.wasted, own.hits, own.read) == (2, 1, 1, 1)
+    assert cache._precision[1] == pytest.approx(0.95 + 0.05 * 0.5)
+
+
+def test_predictions_that_fail_end_reading_ahead(cache: ExpertCache) -> None:
+    cache.reads_ahead = True
+    for _ in range(20):
+        cache.expect(1, [5])
+        cache._loading.clear()
+        require(cache, 1, [[0]])
+        cache._resident.discard((1, 5))
+    assert cache._precision[1] < cache_module.LEAST_PRECISION
+    before = cache.figures[1].read_ahead
+    cache.expect(1, [4])
+    assert cache.figures[1].read_ahead == before
+
+
+def test_light_experts_that_are_absent_are_left_out(cache: ExpertCache) -> None:
+    """Expert 0 is in memory. Shares 0.5, 0.3 and 0.2; of the second token all are absent and light, so that none goes."""
+    require(cache, 0, [[0]])
+    cache.miss_threshold = 0.35
+    chosen, weights = require(cache, 0, [[0, 1, 2], [3, 4, 5]], [[0.5, 0.3, 0.2], [0.34, 0.33, 0.33]])
+    assert chosen.tolist() == [[0, -1, -1], [3, 4, 5]]
+    assert weights[0].tolist() == pytest.approx([1.0, 0, 0]) and weights[1].tolist() == pytest.approx([0.34, 0.33, 0.33])
+    assert cache.figures[0].left_out == 2
+    chosen, weights = require(cache, 0, [[1, 0]], [[0.4, 0.1]])
+    assert chosen.tolist() == [[1, 0]], "0.8 of the token's weights is not light, and 0 is in memory"
+
+
+def test_room_for_something_else_is_made_at_once(cache: ExpertCache) -> None:
+    for layer in range(3):
+        require(cache, layer, [[0, 1, 2, 3, 4, 5]])
+    held = cache.held_bytes
+    cache._measured = lambda: cache.held_bytes
+    cache.reserve(held // 2)
+    assert cache.held_bytes <= held // 2 + (cache.limit - cache._headroom - held)
+    with pytest.raises(OptionError, match="for the experts of one layer"):
+        cache.reserve(1 << 40)
+    with pytest.raises(OptionError, match="left for experts, and layer 0 uses 6 at once"):
+        require(cache, 0, [[0, 1, 2, 3, 4, 5]])
+
+
+def test_totals_and_rates_of_two_layers() -> None:
+    layers = [LayerFigures(0, uses=4, hits=1, read=3, read_bytes=300, waited_seconds=0.5), LayerFigures(3, uses=4, hits=4)]
+    found = report(layers, tokens=2, seconds=2.0)
+    assert found["expert_hit_rate"] == 5 / 8 and found["expert_hit_rate_per_layer"] == [0.25, 1.0]
+    assert found["expert_bytes_read_per_token"] == 150 and found["waiting_for_experts_share"] == 0.25
+    assert report([LayerFigures(0)], tokens=0, seconds=0.0)["expert_hit_rate"] is None
