@@ -26,9 +26,9 @@ from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.artifact import FILE_NAME, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.pack_quantized import SHAPE
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.errors import OptionError, UnsupportedError
+from engine.expert_cache.places import SMALL_BYTES
 from engine.families.tensor_names import expert_parts, expert_tensor
 from engine.files.mapped_file import RELEASE_EVERY_BYTES, Releasing
 from engine.files.model_files import CODE_SUFFIXES
@@ -40,6 +40,7 @@ from engine.progress import Progress, no_progress
 from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 LayoutRun = Run[LayoutOptions, Prepared]
+_TINY_BYTES = 64  # shapes, and scales of whole matrices
 METADATA_KEY = "layout"
 """Key, in the metadata of each file of weights, of a JSON object with the order and the size of a page."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -66,7 +67,7 @@ def layout(options: LayoutOptions, progress: Progress = no_progress) -> LayoutFi
     if options.makes_file:
         raise OptionError(f"{options.output}: the result is a directory; give --output another name")
     check_outputs(options)
-    prepared, experts = prepare_layout(options)
+    prepared = prepare_layout(options)
     checkpoint = prepared.checkpoint
     needed = MemoryDemand(
         prepared.dtype,
@@ -77,10 +78,10 @@ def layout(options: LayoutOptions, progress: Progress = no_progress) -> LayoutFi
     run = Run(options, prepared, work, progress, started, budget_for(options.memory_limit, checkpoint, needed))
     with work.until_whole(options.output):
         work.begin(options.deciding() | fingerprints(prepared), options.resume)
-        return _write(run, experts, _co_use(run))
+        return _write(run, _co_use(run))
 
 
-def prepare_layout(options: LayoutOptions) -> tuple[Prepared, Experts]:
+def prepare_layout(options: LayoutOptions) -> Prepared:
     """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     checkpoint = open_mixture(options.model, open_mixture_checkpoint)
     if checkpoint.gguf is not None:
@@ -88,19 +89,18 @@ def prepare_layout(options: LayoutOptions) -> tuple[Prepared, Experts]:
             f"{checkpoint.directory}: is a GGUF file, which keeps the experts of a layer in stacks; give a checkpoint of "
             "safetensors"
         )
-    experts = stored_experts(checkpoint)
-    if options.way == CO_USE and not experts.single:
+    if options.way == CO_USE and not stored_experts(checkpoint).single:
         raise UnsupportedError(f"{checkpoint.directory}: {_STACKED}; give --order {PLAIN}, which puts them on pages")
     if options.way == CO_USE:
         prepared = prepare(options, checkpoint)
         if prepared.statistics is not None:
             chosen_of(prepared.statistics, str(options.statistics))
-        return prepared, experts
+        return prepared
     if options.statistics is not None:
         raise OptionError(f"--statistics is for --order {CO_USE}, and the order is {PLAIN}; leave it out")
     calibration = options.calibration.filled(checkpoint)
     nothing = torch.empty(0, calibration.sequence_length or 0, dtype=torch.long)
-    return Prepared(checkpoint, calibration, nothing, None, None, options.dtype or checkpoint.model_dtype), experts
+    return Prepared(checkpoint, calibration, nothing, None, None, options.dtype or checkpoint.model_dtype)
 
 
 def stored_experts(checkpoint: Checkpoint) -> Experts:
@@ -117,24 +117,37 @@ def stored_experts(checkpoint: Checkpoint) -> Experts:
 
 
 def _expert_names(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (stored name, (layer, expert)) for each stored tensor of each expert, in the order of an expert's matrices.
-
-    The shapes that packed weights have in tensors of their own are left out: they are not read with the expert.
-    """
+    """Yield (stored name, (layer, expert)) for each stored tensor of each expert, in the order of an expert's matrices."""
     if isinstance(checkpoint, AdaptedCheckpoint):
         for layer in checkpoint.config.moe_layers:
             for name in checkpoint.names_by_layer[layer]:
                 if (found := _EXPERT.search(name)) is not None:
                     own = checkpoint.low_bit[name].stored_names if name in checkpoint.low_bit else (name,)
-                    yield from ((each, (layer, int(found[1]))) for each in own if not each.endswith(SHAPE))
+                    yield from ((each, (layer, int(found[1]))) for each in own)
         return
     row = checkpoint.config.architecture
     for layer, count in checkpoint.config.experts_by_layer.items():
         for expert in range(count):
             for part in expert_parts(row):
                 for name in checkpoint.stored_names(expert_tensor(row, layer, expert, part)):
-                    if not name.endswith(SHAPE):
-                        yield name, (layer, expert)
+                    yield name, (layer, expert)
+
+
+def read_experts(source: Checkpoint, files: Sequence[SafetensorsFile]) -> Experts:
+    """Return the stored tensors of experts that are read when an expert is.
+
+    Small ones stay in memory (engine/expert_cache/places.py), and would lie between the others. In a model that has nothing
+    but small ones, all lie together that are more than a few numbers.
+    """
+    experts, counts = stored_experts(source), source.config.experts_by_layer
+    sizes = {own_name(source, name): entry.nbytes for file in files for name, entry in file.entries.items()}
+    shares = {name: sizes[name] for name in experts.single}
+    shares |= {name: sizes[name] // counts[layer] for name, layer in experts.stacked.items()}
+    limit = SMALL_BYTES if max(shares.values(), default=0) > SMALL_BYTES else _TINY_BYTES
+    return Experts(
+        {name: expert for name, expert in experts.single.items() if shares[name] > limit},
+        {name: layer for name, layer in experts.stacked.items() if shares[name] > limit},
+    )
 
 
 def _co_use(run: LayoutRun) -> dict[int, Tensor] | None:
@@ -146,13 +159,14 @@ def _co_use(run: LayoutRun) -> dict[int, Tensor] | None:
     return {layer: co_use(chosen_CK, counts[layer]) for layer, chosen_CK in chosen.items()}
 
 
-def _write(run: LayoutRun, experts: Experts, counts: Mapping[int, Tensor] | None) -> LayoutFigures:
+def _write(run: LayoutRun, counts: Mapping[int, Tensor] | None) -> LayoutFigures:
     """Write the result into a temporary sibling directory, describe it, and rename it."""
     options, source = run.options, run.prepared.checkpoint
     numbers = {layer: list(range(count)) for layer, count in source.config.experts_by_layer.items()}
     orders = numbers if counts is None else {layer: chained(counts[layer]) for layer in numbers}
     with whole_or_nothing(options.output, options.overwrite) as directory:
         _, files = open_shards(source.directory)
+        experts = read_experts(source, files)
         _copy_weights(run, directory, files, _blocks(source, files, experts, orders))
         _copy_files(source, directory)
         places = [expert_places(source, experts, each) for each in (files, open_shards(directory)[1])]

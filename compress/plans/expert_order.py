@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.files.safetensors_writer import PAGE_BYTES
 
-_WIDEST = 8  # bytes of the widest elements
+_WIDTHS = (8, 4, 2, 1)  # bytes of elements
 
 
 class Stored(NamedTuple):
@@ -37,9 +37,14 @@ class Block(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def keeps_alignment(self) -> bool:
-        """Whether elements of any dtype are aligned after each tensor, if those of the first are."""
-        return all(tensor.nbytes % _WIDEST == 0 for tensor in self.tensors)
+    def width(self) -> int | None:
+        """The largest power of two that all sizes are multiples of and no element is wider than; None if there is none.
+
+        If such a block begins at a multiple of it, all elements are aligned, and so are those of its width after the block.
+        """
+        fitting = (each for each in _WIDTHS if all(tensor.nbytes % each == 0 for tensor in self.tensors))
+        width = next(fitting)
+        return width if all(tensor.itemsize <= width for tensor in self.tensors) else None
 
 
 def chained(co_use_NN: Tensor) -> list[int]:
@@ -117,16 +122,14 @@ def sharded(blocks: Iterable[Block], shard_bytes: int) -> Iterator[list[Block]]:
 def arranged(shard: Iterable[Block]) -> list[Block]:
     """Return the blocks of a file in the order in which they are written, so that all elements are aligned.
 
-    Blocks of whole pages come first, so that each of them begins on a page. Others follow in their order. Blocks with a
-    tensor after which wide elements would not be aligned are last, tensor by tensor, the widest elements first.
+    Blocks of whole pages come first, so that each of them begins on a page. Others follow by their width, in their order. A
+    block in which some elements would not be aligned is taken apart.
     """
-    pages, others, rest = list[Block](), list[Block](), list[Stored]()
+    pages, others = list[Block](), dict[int, list[Block]]((width, []) for width in _WIDTHS)
     for block in shard:
-        if not block.keeps_alignment:
-            rest += block.tensors
-        elif block.nbytes % PAGE_BYTES:
-            others.append(block)
+        if (width := block.width) is None:
+            for tensor in block.tensors:
+                others[tensor.itemsize].append(Block((tensor,)))
         else:
-            pages.append(block)
-    rest.sort(key=lambda tensor: -tensor.itemsize)
-    return [*pages, *others, *(Block((tensor,)) for tensor in rest)]
+            (others[width] if block.nbytes % PAGE_BYTES else pages).append(block)
+    return [*pages, *(block for own in others.values() for block in own)]

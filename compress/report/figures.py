@@ -108,7 +108,7 @@ class LayoutFigures(TypedDict):
     bytes: int
     page_bytes: int
     expert_bytes: int | None
-    """Stored bytes of the largest expert."""
+    """Stored bytes of the largest expert, without small tensors that stay in memory."""
     reads_per_expert_before: int | None
     """Most ranges of a file that an expert lies in; the next field is of the result."""
     reads_per_expert_after: int | None

@@ -178,10 +178,6 @@ class Checkpoint(ModelDirectory):
             return as_tensor(stored)
         return stored.dequantised(dtype or stored.scales_OC.dtype)
 
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names of the stored tensors that a tensor is read from."""
-        return self._views[name].stored_names
-
     @cached_property
     def _multiplied(self) -> frozenset[str]:
         """Names of the matrices that may stay low-bit in a decoder."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from artifacts_for_tests import CALIBRATION, make_pruned, make_workplace, refused, run
 from click.testing import CliRunner
 from conftest import save_reference
+from float_models_for_tests import save_float8, save_mxfp4, save_nvfp4
 from safetensors.torch import load_file
 from tiny_families import by_name, save_tiny
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
@@ -33,8 +36,8 @@ from engine.inspect import inspect
 from engine.progress import no_progress
 
 LAYOUT = ["layout", "model", "-o", "new", *CALIBRATION]
-PAGES = {"hidden_size": 64, "intermediate_size": 64}
-"""Sizes with which a matrix of an expert has 4 pages in float32."""
+PAGES = {"hidden_size": 128, "intermediate_size": 64}
+"""Sizes with which a matrix of an expert has 8 pages in float32, more than what always stays in memory."""
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +73,14 @@ def check_same(old: Path, new: Path) -> None:
     assert inspect(str(new), checksums=True, progress=no_progress)["valid"]
 
 
-def experts_in(directory: Path) -> list[tuple[str, int, int, list[tuple[str, str]]]]:
+def experts_in(directory: Path, least: int = 65) -> list[tuple[str, int, int, list[tuple[str, str]]]]:
     """Return (file, first byte, last byte + 1, tensors) of every run of tensors of one expert, as (expert, tensor)."""
     found: list[Any] = []
     for file in open_shards(directory)[1]:
         for name, entry in sorted(file.entries.items(), key=lambda item: item[1].begin):
             before, _, after = name.partition(".experts.")
             number, _, part = after.partition(".")
-            owner = f"{before} {number}" if after and not part.endswith("_shape") else None
+            owner = f"{before} {number}" if after and entry.nbytes >= least else None
             if found and owner is not None and found[-1][0] == file.path.name and found[-1][3][-1][0] == owner:
                 assert found[-1][2] == entry.begin
                 found[-1][2] = entry.end
@@ -105,7 +108,7 @@ def test_a_result(place: Path) -> None:
         assert json.loads(file.metadata()["layout"]) == {"experts": "co-use", "page_bytes": 4096}
     figures = provenance["figures"]
     assert (figures["reads_per_expert_after"], figures["page_aligned_share_after"], figures["note"]) == (1, 1.0, None)
-    assert figures["expert_bytes"] == 3 * 64 * 64 * 4 and figures["order"] == "co-use"
+    assert figures["expert_bytes"] == 3 * 128 * 64 * 4 and figures["order"] == "co-use"
     assert 0 < figures["neighbors_share_after"] <= 1
 
 
@@ -154,8 +157,18 @@ def test_low_bit_weights_stay_as_stored(place: Path) -> None:
     assert provenance is not None and provenance["made_from"]["method"] == "quantize"
 
 
+def test_scales_that_stay_in_memory_do_not_lie_between(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALL_BYTES", 2000)
+    figures = run("layout", "small", "-o", "new-small", *CALIBRATION)
+    check_same(place / "small", place / "new-small")
+    assert figures["expert_bytes"] == 3 * 64 * 128 // 2 and figures["page_aligned_share_after"] == 1.0
+    found = experts_in(place / "new-small", least=2000)
+    assert len(found) == 3 * 6
+    assert all([part for _, part in own] == [f"w{number}.weight_packed" for number in (1, 3, 2)] for *_, own in found)
+
+
 def test_small_files_never_cut_an_expert(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DEFAULT_SHARD_BYTES", 120_000)
+    monkeypatch.setattr(module, "DEFAULT_SHARD_BYTES", 220_000)
     monkeypatch.setattr(module, "RELEASE_EVERY_BYTES", 1000)
     run(*LAYOUT, "--overwrite")
     check_same(place / "model", place / "new")
@@ -192,6 +205,26 @@ def test_stacked_experts_keep_their_order(tmp_path: Path, monkeypatch: pytest.Mo
     check_same(tmp_path / "model", tmp_path / "new")
 
 
+@pytest.mark.parametrize(
+    ("save", "reads"),
+    [
+        (partial(save_float8, "qwen3_moe", block=(32, 32)), 1),
+        (save_nvfp4, 1),
+        (save_mxfp4, 5),  # blocks of two stacks, scales of the first, and two biases; other scales have 64 bytes
+    ],
+    ids=["fp8", "nvfp4", "mxfp4"],
+)
+def test_packed_floats_stay_as_stored(
+    save: Callable[[Path], None], reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "model")
+    figures = run("layout", "model", "-o", "new")
+    check_same(tmp_path / "model", tmp_path / "new")
+    assert figures["reads_per_expert_after"] == reads
+    assert reads == 1 or "in stacks" in figures["note"]
+
+
 def test_a_family_that_only_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_tiny(by_name("exaone_moe"), tmp_path / "model", vocab_size=VOCABULARY)
@@ -207,7 +240,7 @@ def test_a_family_that_only_transformers_runs(tmp_path: Path, monkeypatch: pytes
 def test_a_language_model_beside_other_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_reference("qwen3_5_moe_text", tmp_path / "text", **PAGES)
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
     text = json.loads((tmp_path / "text" / "config.json").read_text())
     config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
     Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path / "model")
