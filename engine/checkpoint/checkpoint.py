@@ -190,6 +190,10 @@ class Checkpoint(ModelDirectory):
         view = self._views[name]
         return view.scheme if isinstance(view, QuantizedView) else None
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the stored tensors that a tensor is read from."""
+        return self._views[name].stored_names
+
     def is_packed(self, name: str) -> bool:
         """Return whether a tensor is stored as packed integers or in MXFP4 blocks."""
         view = self._views[name]
