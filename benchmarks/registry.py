@@ -115,6 +115,9 @@ BENCHMARKS = (
         needs="the permission to make a control group",
     ),
     Benchmark(
+        "expert_policies", ("expert_policies",), ("engine/expert_cache", "calibrate/chosen.py"), trial=("--samples", "1")
+    ),
+    Benchmark(
         *("miss_thresholds", ("miss_thresholds",), ("engine/expert_cache", "engine/decoder")),
         trial=("--windows", "1", "--shares", "0.5"),
     ),
