@@ -24,13 +24,14 @@ import torch
 from engine.errors import DataError, OptionError
 from engine.files.json_file import writing
 from engine.files.safetensors_file import LoadedFile
+from engine.files.safetensors_writer import PAGE_BYTES
 from engine.files.state_file import check_digest, write_state
 
 KEY = "key"
 """Metadata key of the file's own key: a file that was renamed is refused."""
 SECRET_BYTES = 32
-HEADER_BYTES = 1024
-"""Allowance for the header of a file that is about to be written."""
+HEADER_BYTES = PAGE_BYTES
+"""Allowance for the header of a file that is about to be written: it ends on a page, and names one or two tensors."""
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.safetensors\.partial")
