@@ -31,7 +31,7 @@ KEY = "key"
 """Metadata key of the file's own key: a file that was renamed is refused."""
 SECRET_BYTES = 32
 HEADER_BYTES = PAGE_BYTES
-"""Allowance for the header of a file that is about to be written."""
+"""Allowance for the header of a file that is about to be written: it ends on a page, and names one or two tensors."""
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.safetensors\.partial")
