@@ -49,7 +49,7 @@ from engine.kernels.instructions import (
 from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
 from engine.kernels.memory import floats, halves
 
-_AHEAD = 4096
+_AHEAD = 8192
 """Prefetch distance in bytes."""
 _SUMS = 2
 """Number of registers that accumulate one product, so that additions do not wait for each other."""

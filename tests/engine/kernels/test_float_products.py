@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -225,6 +226,16 @@ def test_matrices_of_several_types_share_no_call() -> None:
     assert kernel_form(kernels, weights) is None
     together = linears(x, weights, [None] * 3, DECODING)
     assert all(map(torch.equal, together, (linear(x, weight, choice=DECODING) for weight in weights)))
+
+
+def test_a_copy_has_addresses_of_its_own() -> None:
+    """And no product reads the weight that was copied."""
+    weight, x = weight_of("MXFP4", 8, 256), torch.randn(2, 256).bfloat16()
+    expected, before = linear(x, weight, choice=DECODING), weight.addresses
+    copied = copy.deepcopy(weight)
+    weight.values_OB.zero_()
+    assert torch.equal(linear(x, copied, choice=DECODING), expected)
+    assert not {*before} & {*copied.addresses} and weight.addresses == before
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
