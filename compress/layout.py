@@ -24,6 +24,7 @@ from compress.run.claims import claims_output
 from compress.run.job import Prepared, Run, fingerprints, open_mixture, prepare, statistics_of
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
+from engine.checkpoint import remote_code
 from engine.checkpoint.artifact import FILE_NAME, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
@@ -247,11 +248,12 @@ def _pieces(tensor: Tensor, pages: Releasing) -> Iterator[Tensor]:
 
 
 def _copy_files(source: Checkpoint, directory: Path) -> None:
-    """Copy the files beside the weights: those that an artifact lists, or the texts of another checkpoint."""
+    """Copy the files beside the weights: those that an artifact lists, or those of another checkpoint, without code."""
     listed = None if source.provenance is None else source.provenance["files"].keys()
     for path in sorted(source.directory.iterdir()):
         is_weights = path.name.endswith(_WEIGHTS) and path.name != SKIP_TABLES
-        is_code = listed is None and path.suffix.lower() in CODE_SUFFIXES
+        is_own_code = path.name == remote_code.FILE_NAME and remote_code.is_ours(source.directory)
+        is_code = listed is None and path.suffix.lower() in CODE_SUFFIXES and not is_own_code
         if path.name in (FILE_NAME, INDEX_NAME) or path.name.startswith(".") or is_weights or is_code or not path.is_file():
             continue
         if listed is None or path.name in listed:

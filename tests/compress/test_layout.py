@@ -178,12 +178,14 @@ def test_small_files_never_cut_an_expert(place: Path, monkeypatch: pytest.Monkey
 
 
 def test_layers_that_differ(place: Path) -> None:
+    (place / "pruned" / "foreign.txt").write_text("kept")
+    (place / "pruned" / "foreign.py").write_text("print(1)")
     figures = run("layout", "pruned", "-o", "new-pruned")
     assert figures["experts_per_layer"] == [3, 5, 2] and figures["page_aligned_share_after"] == 1.0
     check_same(place / "pruned", place / "new-pruned")
-    for name in ("skip_tables.safetensors", "modeling_moe.py"):
-        old = next(iter((place / "pruned").glob(name)), None)
-        assert old is None or (place / "new-pruned" / name).read_bytes() == old.read_bytes()
+    assert not (place / "new-pruned" / "foreign.py").exists()
+    for name in ("skip_tables.safetensors", "modeling_compressed.py", "foreign.txt"):
+        assert (place / "new-pruned" / name).read_bytes() == (place / "pruned" / name).read_bytes()
 
 
 def test_experts_that_fill_no_pages(place: Path) -> None:
