@@ -68,7 +68,7 @@ class FileMemories:
             if None in parts:
                 raise UnsupportedError(
                     f"{checkpoint.directory}: experts are converted or rearranged when they are read, and --memory-limit "
-                    "reads them again and again; write them as they are computed (compress layout), or leave out the limit"
+                    "reads them again and again; take the stored dtype, quantize the model, or leave out the limit"
                 )
             self.places[key] = tuple(_merged(part for each in parts if each is not None for part in each))
         _check_apart(self.places.values())
@@ -141,5 +141,5 @@ def _check_apart(experts: Iterable[tuple[Part, ...]]) -> None:
         if one == other and after.begin < before.end:
             raise UnsupportedError(
                 f"experts are stored interleaved (bytes {after.begin} to {before.end} belong to two), so that none can be "
-                "read alone; write the model anew with `compress layout`, or leave out --memory-limit"
+                "read alone; write the model anew with `compress quantize`, or leave out --memory-limit"
             )
