@@ -3,13 +3,14 @@
 python benchmarks/larger_than_memory.py [--directory DIR] [--times 1.5,2,3.4] [--tokens 48] [--rounds 2] [--layers 24]
     [--peer-python PYTHON]
 
-Every contender decodes the same tokens, in a process of its own in a control group whose limit counts the page cache,
-without swap, and with files not cached at the start; all take their turns in each round, together with the same model in
-free memory. Making a group takes root or a delegated group. Our logits must be equal to the bit.
+Every contender reads a prompt of 512 tokens, which uses almost all experts, and decodes the same tokens, in a process of
+its own in a control group whose limit counts the page cache, without swap, and with files not cached at the start; all take
+their turns in each round, together with the same model in free memory. One that takes more than two minutes is stopped.
+Making a group takes root or a delegated group. Our logits must be equal to the bit.
 
 The weights are random, and random routers use all experts alike, which no trained model does. So the rows of each router
-are multiplied by factors of a log-normal distribution (σ = 1): with a quarter of the experts in memory, LRU then finds about
-74 % of them. llama.cpp's issue 27861 counted 81 % for a trained model of 512 experts.
+are multiplied by factors of a log-normal distribution (σ = 0.75): with a quarter of the experts in memory, LRU then finds
+about 62 % of them. llama.cpp's issue 27861 counted 81 % for a trained model of 512 experts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import hashlib
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,12 +43,14 @@ from engine.families.tensor_shapes import expected_tensors, names_on_disk
 from engine.files.safetensors_file import SafetensorsFile
 from engine.generation.generate import Engine
 
-SIGMA = 1.0
+SIGMA = 0.75
+MOST_SECONDS = 120
 SHAPE: dict[str, Any] = {"hidden": 1024, "experts": 128, "top_k": 8, "width": 512}
 OWN, MAPPED = "expert cache", "mapping"
 BESIDE = 24 << 20
 """Bytes of the group beside the process's limit: its kernel structures, and files of the page cache in use."""
-WARM_UP = 160
+PROMPT, WARM_UP = 512, 32
+"""Tokens of the prompt, which uses almost every expert, and of those that are decoded before the clock starts."""
 
 
 def main() -> None:
@@ -56,10 +60,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or Path(temporary)
-        model, gguf = directory / "model", directory / "model.gguf"
+        model, gguf = directory / "model", directory / "gguf" / "model.gguf"
         if not model.is_dir():
             write_skewed_model(model, options.layers)
         if options.peer_python and not gguf.exists():
+            gguf.parent.mkdir(exist_ok=True)
             export_gguf(GgufExportOptions(model=str(model), output=gguf, format="gguf"))
         try:
             figures = measured(model, gguf, options)
@@ -105,19 +110,20 @@ def decode(model: str, limit: str, tokens: str) -> dict[str, Any]:
     """Decode tokens one by one in this process. limit: bytes for the expert cache; 0 for plain mapping."""
     engine = Engine.open(model, memory_limit=int(limit) or None)
     generator = torch.Generator().manual_seed(1)
-    given = torch.randint(0, engine.checkpoint.config.vocabulary_size, (WARM_UP + int(tokens),), generator=generator)
+    count, vocabulary = PROMPT + WARM_UP + int(tokens), engine.checkpoint.config.vocabulary_size
+    given = torch.randint(0, vocabulary, (count,), generator=generator)
     engine.prepare()
     cache = engine.new_cache(1, len(given))
+    engine.prefill(given[None, :PROMPT], None, cache)
     trace: list[tuple[int, list[int]]] = []
     digest = hashlib.sha256()
     for layer, block in zip(engine.checkpoint.config.moe_layers, engine.decoder.moe_blocks, strict=True):
         block.observer = lambda x, logits, selection, layer=layer: trace.append((layer, selection.experts[0].tolist()))
-    engine.step(given[:1], None, cache)
-    for token in given[1:WARM_UP]:
+    for token in given[PROMPT : PROMPT + WARM_UP]:
         engine.step(token[None], None, cache)
     before = totals(engine)
     started = time.perf_counter()
-    for token in given[WARM_UP:]:
+    for token in given[PROMPT + WARM_UP :]:
         digest.update(engine.step(token[None], None, cache).view(torch.int16).numpy().tobytes())
     seconds = time.perf_counter() - started
     after = totals(engine)
@@ -126,11 +132,11 @@ def decode(model: str, limit: str, tokens: str) -> dict[str, Any]:
         found |= {name: after[name] - before[name] for name in after}
         slots = engine.expert_cache.held_bytes * len(engine.expert_cache.expert_sizes) // engine.expert_cache.expert_bytes
         found |= {"slots": slots, "experts": len(engine.expert_cache.expert_sizes)}
-        policies = compared(trace, slots)
+        policies = compared(trace, slots, uncounted=WARM_UP * len(engine.checkpoint.config.moe_layers))
         found["misses_by_policy"] = {name: each.misses for name, each in policies.items()}
         found["hit_rates"] = {name: each.hit_rate for name, each in policies.items()}
         found["expert_bytes"] = engine.expert_cache.expert_bytes // len(engine.expert_cache.expert_sizes)
-        found["steps"] = len(given)
+        found["tokens"] = int(tokens)
     return found
 
 
@@ -158,7 +164,8 @@ def measured(model: Path, gguf: Path, options: argparse.Namespace) -> dict[str, 
             if options.peer_python:
                 row.setdefault(NAME, []).append(peer_run(options.peer_python, gguf, limit, options.tokens))
             print(times, {name: each[-1]["tokens_per_second"] for name, each in row.items()}, file=sys.stderr, flush=True)
-    same = {each["logits"] for each in (*free, *(one for row in rows.values() for own in (OWN, MAPPED) for one in row[own]))}
+    own = [*free, *(one for row in rows.values() for name in (OWN, MAPPED) for one in row[name])]
+    same = {each["logits"] for each in own if "logits" in each}
     return {"checkpoint_bytes": stored, "free": free, "disk_bytes_per_second": disk, "rows": rows, "same": len(same) == 1}
 
 
@@ -170,23 +177,28 @@ def own_run(model: Path, group_limit: int, limit: int, tokens: int) -> dict[str,
 
 def peer_run(python: str, gguf: Path, limit: int, tokens: int) -> dict[str, Any]:
     forget_files(gguf.parent)
-    given = {"model_path": str(gguf), "n_ctx": 512, "n_threads": torch.get_num_threads()}
+    given = {"model_path": str(gguf), "n_ctx": 1024, "n_batch": PROMPT, "n_threads": torch.get_num_threads()}
     script = (
         "import json, sys, time, numpy, llama_cpp\n"
-        "given, warm, count = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])\n"
+        "given = json.loads(sys.argv[1])\n"
         "model = llama_cpp.Llama(verbose=False, **given)\n"
-        "tokens = numpy.random.default_rng(1).integers(0, model.n_vocab(), warm + count).tolist()\n"
-        "[model.eval([token]) for token in tokens[:warm]]\n"
+        "prompt, warm, count = map(int, sys.argv[2:])\n"
+        "tokens = numpy.random.default_rng(1).integers(0, model.n_vocab(), prompt + warm + count).tolist()\n"
+        "model.eval(tokens[:prompt])\n"
+        "[model.eval([token]) for token in tokens[prompt:prompt + warm]]\n"
         "started = time.perf_counter()\n"
-        "[model.eval([token]) for token in tokens[warm:]]\n"
+        "[model.eval([token]) for token in tokens[prompt + warm:]]\n"
         "print(json.dumps({'tokens_per_second': count / (time.perf_counter() - started)}))\n"
     )
-    return in_group(limit, [python, "-c", script, json.dumps(given), str(WARM_UP), str(tokens)])
+    return in_group(limit, [python, "-c", script, json.dumps(given), str(PROMPT), str(WARM_UP), str(tokens)])
 
 
 def in_group(limit: int, command: list[str]) -> dict[str, Any]:
     with memory_limit(limit) as group:
-        done = run_in(group, command)
+        try:
+            done = run_in(group, command, MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"tokens_per_second": None}
         if done.returncode:
             raise SystemExit(f"ended with {done.returncode}: {done.stderr[-2000:]}")
         return json.loads(done.stdout.splitlines()[-1]) | {"group_peak_bytes": peak_bytes(group)}
@@ -217,17 +229,17 @@ def table(figures: dict[str, Any]) -> str:
     rows = [["none", f"{free:.1f}", "", "", "", "", ""]]
     for times, row in figures["rows"].items():
         speeds = {name: [each["tokens_per_second"] for each in own] for name, own in row.items()}
+        peers = [_median(speeds.get(name, [])) for name in (MAPPED, NAME)]
         own = row[OWN][-1]
         uses, late = own["uses"], own["late"] + own["read"]
-        best = own["misses_by_policy"]["best"] / own["steps"] * own["expert_bytes"] / disk
+        best = own["misses_by_policy"]["best"] / own["tokens"] * own["expert_bytes"] / disk
         shares = [one / each["tokens_per_second"] for one, each in zip(speeds[OWN], figures["free"], strict=True)]
         rows.append(
             [
                 f"{times}x",
                 f"{statistics.median(speeds[OWN]):.1f}",
                 f"{statistics.median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})",
-                f"{statistics.median(speeds[MAPPED]):.1f}",
-                f"{statistics.median(speeds[NAME]):.1f}" if NAME in speeds else "",
+                *peers,
                 f"{1 - late / uses:.0%}",
                 f"{own['hit_rates']['lru']:.0%}, {own['hit_rates']['worth']:.0%}, {own['hit_rates']['best']:.0%}",
                 f"{1 / (1 / free + best):.1f} to {1 / max(1 / free, best):.1f}",
@@ -237,6 +249,12 @@ def table(figures: dict[str, Any]) -> str:
     header = ["model / memory", "expert cache, tokens/s", "of free memory", "plain mapping", NAME, "experts found"]
     header += ["by LRU, our policy, the best in hindsight", "what the disk allows the best policy"]
     return markdown(header, rows)
+
+
+def _median(speeds: list[float | None]) -> str:
+    """Return a speed as text; nothing for a contender that did not run, and a dash for one that was stopped."""
+    ended = [speed for speed in speeds if speed is not None]
+    return f"{statistics.median(ended):.1f}" if ended else "—" if speeds else ""
 
 
 TABLES = {"larger_than_memory": table}

@@ -46,9 +46,10 @@ def memory_limit(limit: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def run_in(group: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Return the completed command with its output."""
-    return subprocess.run(["sh", "-c", JOIN, str(group), *command], capture_output=True, text=True, check=False)
+def run_in(group: Path, command: Sequence[str], seconds: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Return the completed command with its output. Raises subprocess.TimeoutExpired after so many seconds."""
+    command = ["sh", "-c", JOIN, str(group), *command]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
 
 
 def run_watched(

@@ -18,6 +18,5 @@ def mapped_tensors(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     """
     file = SafetensorsFile(path)
     check_digest(file)
-    file.release()
     checkpoint.companions.append(file)
     return {name: file.tensor(name) for name in file.entries}
