@@ -10,7 +10,8 @@ Making a group takes root or a delegated group. Our logits must be equal to the 
 
 The weights are random, and random routers use all experts alike, which no trained model does. So the rows of each router
 are multiplied by factors of a log-normal distribution (σ = 0.75): with a quarter of the experts in memory, LRU then finds
-about 62 % of them. llama.cpp's issue 27861 counted 81 % for a trained model of 512 experts.
+about 62 % of them. Embeddings are large beside what layers add, so that tokens differ in every layer, and neighboring
+layers see similar states, as in trained models. llama.cpp's issue 27861 counted 81 % for a trained model of 512 experts.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from results import NOT_POSSIBLE_HERE, markdown, save
 
 from compress.export.gguf import export_gguf
 from compress.options.export import GgufExportOptions
+from engine.checkpoint.checkpoint import EMBEDDINGS
 from engine.expert_cache.file_memory import Extent, FileMemory
 from engine.expert_cache.places import Part
 from engine.expert_cache.policies import compared
@@ -96,6 +98,8 @@ def write_skewed_model(directory: Path, layers: int) -> None:
     alike = {size: random_tensor(size, generator) for size in set(shapes.values())}
 
     def tensor(name: str) -> torch.Tensor:
+        if name == EMBEDDINGS:
+            return alike[shapes[name]] * config["hidden_size"]
         if not name.endswith("gate.weight"):
             return alike[shapes[name]]
         factors_N1 = torch.exp(SIGMA * torch.randn(shapes[name][0], 1, generator=generator))
