@@ -94,9 +94,9 @@ def table(figures: dict[str, Any]) -> str:
                 f"{row['model']}, {row['share']:.0%}",
                 f"{row['threshold']:g}",
                 f"{row['reads_per_token']:.2f}",
-                f"{1 - row['reads_per_token'] / exact['reads_per_token']:.0%}",
+                "" if row is exact else f"{1 - row['reads_per_token'] / exact['reads_per_token']:.0%}",
                 f"{row['perplexity']:.3f}",
-                f"{row['perplexity'] / exact['perplexity'] - 1:+.2%}",
+                "" if row is exact else f"{row['perplexity'] / exact['perplexity'] - 1:+.2%}",
             ]
         )
     header = ["model, experts in memory", "threshold", "experts read per token", "reads saved", "perplexity", "change"]
