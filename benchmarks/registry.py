@@ -111,7 +111,7 @@ BENCHMARKS = (
     Benchmark("pruning_memory", ("pruning_memory",), PRUNING, trial=("--layers", "1", "--samples", "2")),
     Benchmark(
         *("larger_than_memory", ("larger_than_memory",), (*MEMORY, "engine/expert_cache")),
-        trial=("--layers", "2", "--tokens", "2", "--rounds", "1", "--times", "1.1"),
+        trial=("--layers", "6", "--tokens", "2", "--rounds", "1", "--times", "1.5"),
         needs="the permission to make a control group",
     ),
     Benchmark(
