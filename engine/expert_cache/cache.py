@@ -143,8 +143,7 @@ class ExpertCache:
         """Bring the chosen experts into memory.
 
         chosen_TS: int64, negative for empty slots. weights_TS: float32, read only with a miss threshold, which changes both
-        in place. Raises CheckpointError for a disk that fails, and OptionError if
-        the experts do not fit.
+        in place. Raises CheckpointError for a disk that fails, and OptionError if the experts do not fit.
         """
         if layer == self._first:
             self._measure()
@@ -203,10 +202,8 @@ class ExpertCache:
     def _leave_out(self, layer: int, chosen_TS: Any, weights_TS: Any) -> int:
         """Empty the slots of experts that are not in memory and weigh little. Returns their number."""
         sums_T1 = np.abs(weights_TS).sum(axis=-1, keepdims=True)
-        numbers = np.unique(chosen_TS)
-        absent = [
-            n for n in numbers.tolist() if n >= 0 and (layer, n) not in self._resident and (layer, n) not in self._loading
-        ]
+        used = [(layer, number) for number in _numbers(chosen_TS)]
+        absent = [key[1] for key in used if key not in self._resident and key not in self._loading]
         if not absent:
             return 0
         is_light = np.isin(chosen_TS, absent) & (np.abs(weights_TS) < self.miss_threshold * sums_T1)
@@ -226,9 +223,9 @@ class ExpertCache:
 
     def _begin(self, key: Key, urgency: int, pinned: Container[Key]) -> bool:
         """Make room and begin to read an expert. Returns False if nothing may leave for it."""
-        parts = self._places[key]
+        parts, size = self._places[key], self.expert_sizes[key]
         takes_pages = self._moves_pages
-        while self.held_bytes + bytes_of(parts) > self.capacity:
+        while self.held_bytes + size > self.capacity:
             leaving = self._policy.victim(pinned)
             if leaving is None:
                 return False
@@ -237,7 +234,7 @@ class ExpertCache:
             takes_pages = False  # the memory of one other expert is enough, as a rule
             self._drop(leaving)
         self.held_bytes += sum(memory.hold(extent) for memory, extent in parts)
-        self.figures[key[0]].read_bytes += bytes_of(parts)
+        self.figures[key[0]].read_bytes += size
         self._loading[key] = Loading(parts)
         self._readers.start(self._loading[key], urgency)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -80,6 +81,23 @@ def serve(engine: Engine, *requests: Request, **options: Any) -> list[Served]:
     served = [Served(scheduler, engine, request, number) for number, request in enumerate(requests)]
     run_to_end(scheduler)
     assert_all_free(scheduler)
+    return served
+
+
+def run_schedule(
+    scheduler: Scheduler, engine: Engine, requests: Sequence[Request], arrivals: Sequence[int], cancelled: Mapping[int, int]
+) -> list[Served]:
+    """Return the requests, served as they arrive at steps and are cancelled at others. arrivals: in order."""
+    served: list[Served] = []
+    for step in range(5000):
+        while len(served) < len(requests) and arrivals[len(served)] <= step:
+            served.append(Served(scheduler, engine, requests[len(served)], len(served)))
+        for number, when in cancelled.items():
+            if when == step and number < len(served) and not served[number].finish_reason:
+                scheduler.cancel(served[number].state)
+        if len(served) == len(requests) and not scheduler.running and not scheduler.waiting:
+            break
+        scheduler.step()
     return served
 
 

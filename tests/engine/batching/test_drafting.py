@@ -12,7 +12,7 @@ import torch
 from conftest import others_slow
 from drafts_for_tests import LONGROPE, save_pair
 from packages_for_tests import needs_llguidance, needs_numba
-from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for, serve
+from serving_for_tests import Served, assert_all_free, run_schedule, run_to_end, scheduler_for, serve
 
 from engine.batching.draft_switch import DraftSwitch
 from engine.batching.drafting import cache_sizes
@@ -105,16 +105,7 @@ def test_random_schedules_give_each_request_what_it_gets_without_a_draft(plain: 
     arrivals = sorted(choose.randrange(40) for _ in requests)
     cancelled = {number: choose.randrange(50) for number in choose.sample(range(30), 5)}
     scheduler = scheduler_for(engine, kv_cache_bytes=80 * cache_sizes(engine)[0], max_batch_size=6, max_model_length=72)
-    served: list[Served] = []
-    for step in range(5000):
-        while len(served) < 30 and arrivals[len(served)] <= step:
-            served.append(Served(scheduler, engine, requests[len(served)], len(served)))
-        for number, when in cancelled.items():
-            if when == step and number < len(served) and not served[number].finish_reason:
-                scheduler.cancel(served[number].state)
-        if len(served) == 30 and not scheduler.running and not scheduler.waiting:
-            break
-        scheduler.step()
+    served = run_schedule(scheduler, engine, requests, arrivals, cancelled)
     assert_all_free(scheduler)
     assert scheduler.preemptions > 0 and scheduler.cached_tokens > 0
     assert 0.1 < accepted_share(scheduler) < 0.9, "accepted and rejected tokens are both needed for this to test anything"

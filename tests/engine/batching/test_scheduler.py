@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, others_slow, save_reference
-from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for, serve
+from serving_for_tests import Served, assert_all_free, run_schedule, run_to_end, scheduler_for, serve
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from compress.export.decoder import export
@@ -132,16 +132,7 @@ def check_random_schedule(engine: Engine, seed: int, shares: bool) -> None:
     arrivals = sorted(choose.randrange(60) for _ in requests)
     cancelled = {number: choose.randrange(90) for number in choose.sample(range(30), 5)}
     scheduler = scheduler_for(engine, kv_cache_bytes=cache_of(engine, 72), max_batch_size=6, max_model_length=64)
-    served: list[Served] = []
-    for step in range(5000):
-        while len(served) < 30 and arrivals[len(served)] <= step:
-            served.append(Served(scheduler, engine, requests[len(served)], len(served)))
-        for number, when in cancelled.items():
-            if when == step and number < len(served) and not served[number].finish_reason:
-                scheduler.cancel(served[number].state)
-        if len(served) == 30 and not scheduler.running and not scheduler.waiting:
-            break
-        scheduler.step()
+    served = run_schedule(scheduler, engine, requests, arrivals, cancelled)
     assert scheduler.preemptions > 0 and (scheduler.cached_tokens > 0) == shares
     assert_all_free(scheduler)
     for request, got in zip(requests, served, strict=True):
