@@ -1,123 +1,139 @@
-"""Leaving out light experts that are not in memory: reads that it saves, and perplexity that it costs, on trained models.
+"""Doing without experts that are not in memory: reads that it saves, and perplexity that it costs, on trained models.
 
-python benchmarks/miss_thresholds.py [--models demo,shared-expert] [--windows 32] [--shares 0.25,0.5,0.75]
+python benchmarks/miss_thresholds.py [--models demo,shared-expert] [--windows 64] [--mixture DIRECTORY --report TEXT]
 
-Text is decoded token by token through the expert cache, with room for a share of the experts. It is the half of the held-out
-documents that nothing was chosen on. A threshold is the share of a token's weights below which an expert that is not in
-memory is left out.
+Text is read layer by layer, with a simulated cache that has room for a share of a layer's experts. It is the half of the
+held-out documents that nothing was chosen on; for a model of `--mixture`, it is the text of `--report`. Rows of models that
+were measured before are kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from itertools import pairwise
+import json
 from typing import Any
 
 import torch
+from default_method import windows_of
 from matplotlib.figure import Figure
 from methods import MODELS, train_second_model
 from results import RESULTS, markdown, save
 
-from calibrate.text import token_batches
+from calibrate.windows import Windows
+from compress.cost.misses import MEMORY_SHARES, measured_losses
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
-from engine.checkpoint.tokenizer import load_tokenizer
-from engine.expert_cache.attach import open_limited
-from engine.expert_cache.figures import totals
-from engine.generation.generate import Engine
 
-THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 LENGTH = 256
+MIXTURE = "a real mixture"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=lambda text: text.split(","), default=["demo"])
-    parser.add_argument("--windows", type=int, default=32)
-    parser.add_argument("--shares", type=lambda text: [float(each) for each in text.split(",")], default=[0.25, 0.5, 0.75])
+    parser.add_argument("--models", type=lambda text: [each for each in text.split(",") if each], default=["demo"])
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--mixture", help="directory of another model")
+    parser.add_argument("--report", help="text for it")
     options = parser.parse_args()
     if "shared-expert" in options.models:
         train_second_model()
-    rows = []
-    for name in options.models:
-        checkpoint = Checkpoint(resolve(MODELS[name]))
-        text = {"samples": options.windows, "sequence_length": LENGTH, "seed": 0}
-        tokens_SL = token_batches("stdlib", load_tokenizer(checkpoint), **text, split="report")
-        for share in options.shares:
-            for threshold in THRESHOLDS:
-                rows.append({"model": name, "share": share} | measured(MODELS[name], tokens_SL, share, threshold))
-                print(rows[-1], flush=True)
+    places = {name: (MODELS[name], "stdlib", "report") for name in options.models}
+    if options.mixture is not None:
+        places[MIXTURE] = (options.mixture, options.report, "all")
+    store = RESULTS / "miss_thresholds.json"
+    known = json.loads(store.read_text())["figures"]["rows"] if store.exists() else []
+    rows = [row for row in known if row["model"] not in places and "ratio" in row]
+    for name, (model, data, split) in places.items():
+        rows += [{"model": name} | row for row in measured(model, windows_of(model, split, options.windows, data))]
+        print(name, flush=True)
     save("miss_thresholds", {"rows": rows, "windows": options.windows, "length": LENGTH})
     plot(rows)
 
 
-def measured(model: str, tokens_SL: torch.Tensor, share: float, threshold: float) -> dict[str, Any]:
-    """Return perplexity and reads of one threshold, with room for a share of the experts."""
+def measured(model: str, windows: Windows) -> list[dict[str, Any]]:
+    """Return reads and perplexity of each share of memory and threshold."""
     checkpoint = Checkpoint(resolve(model))
-    dtype = checkpoint.model_dtype
-    decoder, cache = open_limited(
-        checkpoint,
-        checkpoint.weights(dtype),
-        1 << 40,
-        dtype=dtype,
-        miss_threshold=threshold,
-        reads_ahead=False,
-        resident=lambda: 0,
+    costs, (exact, *others) = measured_losses(
+        checkpoint, windows.tokens_SL, dtype=torch.float32, shares=MEMORY_SHARES, thresholds=THRESHOLDS
     )
-    cache.limit -= cache.capacity - int(share * cache.expert_bytes)
-    engine = Engine(checkpoint, decoder)
-    total, count = 0.0, 0
-    for row_L in tokens_SL:
-        kept = engine.new_cache(1, LENGTH)
-        for token, following in pairwise(row_L):
-            logits_V = engine.step(token[None], None, kept)[0].float()
-            total, count = total + float(logits_V.logsumexp(-1) - logits_V[following]), count + 1
-    found = totals(cache.figures.values())
-    cache.close()
-    return {
-        "threshold": threshold,
-        "perplexity": math.exp(total / count),
-        "reads_per_token": (found.read + found.late) / count,
-        "uses_per_token": found.uses / count,
-        "left_out_per_token": found.left_out / count,
-    }
+    rows = []
+    for cost, losses in zip(costs, others, strict=True):
+        ratio = losses.ratio_to(exact, windows.documents_S)
+        rows.append(
+            {
+                "share": cost.memory_share,
+                "threshold": cost.threshold,
+                "reads_per_token": cost.experts_read_per_token,
+                "reads_saved": cost.reads_saved,
+                "perplexity": cost.perplexity,
+                "ratio": ratio.value,
+                "low": ratio.low,
+                "high": ratio.high,
+            }
+        )
+    return rows
+
+
+def curves(rows: list[dict[str, Any]]) -> dict[tuple[str, float], list[dict[str, Any]]]:
+    """Return the rows of each model and share of memory."""
+    found: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["share"]), []).append(row)
+    return found
+
+
+def saved_at(rows: list[dict[str, Any]], cost: float) -> float:
+    """Return the share of reads that is saved for so much more perplexity, on straight lines between the thresholds."""
+    before = {"ratio": 1.0, "reads_saved": 0.0}
+    for row in rows:
+        if row["ratio"] > 1 + cost:
+            part = (1 + cost - before["ratio"]) / (row["ratio"] - before["ratio"])
+            return float(before["reads_saved"] + max(0.0, part) * (row["reads_saved"] - before["reads_saved"]))
+        before = row
+    return float(before["reads_saved"])
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return a row for each model, share and threshold."""
-    lines, rows = [], figures["rows"]
-    for place, row in enumerate(rows):
-        exact = rows[place - place % len(THRESHOLDS)]  # the first threshold leaves nothing out
-        lines.append(
-            [
-                f"{row['model']}, {row['share']:.0%}",
-                f"{row['threshold']:g}",
-                f"{row['reads_per_token']:.2f}",
-                "" if row is exact else f"{1 - row['reads_per_token'] / exact['reads_per_token']:.0%}",
-                f"{row['perplexity']:.3f}",
-                "" if row is exact else f"{row['perplexity'] / exact['perplexity'] - 1:+.2%}",
-            ]
-        )
-    header = ["model, experts in memory", "threshold", "experts read per token", "reads saved", "perplexity", "change"]
+    """Return a row for each model and share of memory, with a column for each threshold, and what one percent buys."""
+    header = ["model, experts in memory", *(f"τ = {each:g}" for each in THRESHOLDS), "saved for 1 %"]
+    lines = []
+    for (model, share), rows in curves(figures["rows"]).items():
+        cells = [f"{row['reads_saved']:.0%} for {row['ratio'] - 1:+.2%}" for row in rows]
+        lines.append([f"{model}, {share:.0%}", *cells, f"{saved_at(rows, 0.01):.0%}"])
     return markdown(header, lines)
 
 
 TABLES = {"miss_thresholds": table}
 
 
+def in_text(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the reads that one percent of perplexity saves, by model and share."""
+    found = curves(figures["rows"]).items()
+    return {
+        f"{model}_{share:.0%}".replace(" ", "_").replace("-", "_").replace("%", ""): f"{saved_at(rows, 0.01):.0%}"
+        for (model, share), rows in found
+    }
+
+
+IN_TEXT = {"miss_thresholds": in_text}
+
+
 def plot(rows: list[dict[str, Any]]) -> None:
     """Draw the reads that are saved over the perplexity that they cost, a curve for each model and share."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for model, share in dict.fromkeys((row["model"], row["share"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["share"]) == (model, share)]
-        cost = [100 * (row["perplexity"] / own[0]["perplexity"] - 1) for row in own]
-        saved = [100 * (1 - row["reads_per_token"] / own[0]["reads_per_token"]) for row in own]
-        axes.plot(cost, saved, marker="o", label=f"{model}, {share:.0%} of the experts in memory")
-    axes.axvline(1, linestyle=":", color="gray")
-    axes.set(xlabel="perplexity, % more", ylabel="reads saved, %")
-    axes.legend()
+    found = curves(rows)
+    models = list(dict.fromkeys(model for model, _ in found))
+    figure = Figure(figsize=(4 * len(models), 3.6), layout="constrained")
+    for place, model in enumerate(models):
+        axes = figure.add_subplot(1, len(models), place + 1)
+        for (own, share), points in found.items():
+            if own == model:
+                cost = [0.0] + [100 * (row["ratio"] - 1) for row in points]
+                saved = [0.0] + [100 * row["reads_saved"] for row in points]
+                axes.plot(cost, saved, marker="o", label=f"room for {share:.0%}")
+        axes.axvline(1, linestyle=":", color="gray")
+        axes.set(xlabel="perplexity, % more", ylabel="reads saved, %", title=model)
+        axes.legend()
     figure.savefig(RESULTS / "miss_thresholds.png", dpi=110)
 
 

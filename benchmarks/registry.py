@@ -118,7 +118,7 @@ BENCHMARKS = (
         "expert_policies", ("expert_policies",), ("engine/expert_cache", "calibrate/chosen.py"), trial=("--samples", "1")
     ),
     Benchmark(
-        *("miss_thresholds", ("miss_thresholds",), ("engine/expert_cache", "engine/decoder")),
+        *("miss_thresholds", ("miss_thresholds",), ("engine/expert_cache", "engine/decoder", "compress/cost/misses.py")),
         trial=("--windows", "1", "--shares", "0.5"),
     ),
     Benchmark(

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from calibrate.chosen import chosen_of, co_use
 from calibrate.collect import held_bytes
+from compress.cost.misses import READINGS, measured_losses
 from compress.options.layout import CO_USE, PLAIN, LayoutOptions
 from compress.plans.expert_order import Block, Stored, arranged, blocks_of, chained, neighbors_share, sharded
 from compress.plans.plan import plan_to_json, same_plan
@@ -27,6 +29,7 @@ from compress.run.work_directory import WorkDirectory
 from engine.checkpoint import remote_code
 from engine.checkpoint.artifact import FILE_NAME, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.miss_costs import MissCost
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.errors import OptionError, UnsupportedError
 from engine.expert_cache.places import SMALL_BYTES
@@ -74,12 +77,12 @@ def layout(options: LayoutOptions, progress: Progress = no_progress) -> LayoutFi
         prepared.dtype,
         max(1, prepared.tokens_SL.shape[1]),
         other_bytes=max(held_bytes(checkpoint.config), 2 * RELEASE_EVERY_BYTES),
-        tokens=prepared.tokens_SL.numel(),
+        tokens=max(prepared.tokens_SL.numel(), _tokens_of_readings(prepared)),
     )
     run = Run(options, prepared, work, progress, started, budget_for(options.memory_limit, checkpoint, needed))
     with work.until_whole(options.output):
         work.begin(options.deciding() | fingerprints(prepared), options.resume)
-        return _write(run, _co_use(run))
+        return _write(run, _co_use(run), _miss_costs(run))
 
 
 def prepare_layout(options: LayoutOptions) -> Prepared:
@@ -160,7 +163,33 @@ def _co_use(run: LayoutRun) -> dict[int, Tensor] | None:
     return {layer: co_use(chosen_CK, counts[layer]) for layer, chosen_CK in chosen.items()}
 
 
-def _write(run: LayoutRun, counts: Mapping[int, Tensor] | None) -> LayoutFigures:
+def _miss_costs(run: LayoutRun) -> list[MissCost]:
+    """Return what miss thresholds save and cost; nothing without a held-out text, or where transformers runs the model."""
+    prepared = run.prepared
+    if prepared.held_out is None or isinstance(prepared.checkpoint, AdaptedCheckpoint):
+        return []
+    tokens_SL = prepared.held_out.tokens_SL
+
+    def measured() -> list[dict[str, Any]]:
+        costs, _ = measured_losses(
+            prepared.checkpoint,
+            tokens_SL,
+            dtype=prepared.dtype,
+            device=run.options.device,
+            budget=run.memory_budget,
+            progress=run.bar("miss thresholds (layers)"),
+        )
+        return list(map(asdict, costs))
+
+    return [MissCost(**row) for row in run.work.once("miss-costs", measured)]
+
+
+def _tokens_of_readings(prepared: Prepared) -> int:
+    """Return the tokens whose hidden states are held while miss thresholds are measured."""
+    return 0 if prepared.held_out is None else READINGS * prepared.held_out.tokens_SL.numel()
+
+
+def _write(run: LayoutRun, counts: Mapping[int, Tensor] | None, costs: Sequence[MissCost]) -> LayoutFigures:
     """Write the result into a temporary sibling directory, describe it, and rename it."""
     options, source = run.options, run.prepared.checkpoint
     numbers = {layer: list(range(count)) for layer, count in source.config.experts_by_layer.items()}
@@ -171,7 +200,8 @@ def _write(run: LayoutRun, counts: Mapping[int, Tensor] | None) -> LayoutFigures
         _copy_weights(run, directory, files, _blocks(source, files, experts, orders))
         _copy_files(source, directory)
         places = [expert_places(source, experts, each) for each in (files, open_shards(directory)[1])]
-        figures = _figures(run, experts, places, [_neighbors(each, counts) for each in (numbers, orders)])
+        neighbors = [_neighbors(each, counts) for each in (numbers, orders)]
+        figures = _figures(run, experts, places, neighbors, costs)
         write_provenance(directory, _provenance(run, figures, orders, (directory / SKIP_TABLES).exists()))
     return figures
 
@@ -272,6 +302,7 @@ def _figures(
     experts: Experts,
     places: Sequence[Mapping[tuple[int, int], list[tuple[Path, int, int]]]],
     neighbors: Sequence[float | None],
+    costs: Sequence[MissCost],
 ) -> LayoutFigures:
     source = run.prepared.checkpoint
     reads = [max(map(len, each.values()), default=None) for each in places]
@@ -298,6 +329,7 @@ def _figures(
         "page_aligned_share_after": shares[1],
         "neighbors_share_before": neighbors[0],
         "neighbors_share_after": neighbors[1],
+        "miss_costs": list(map(asdict, costs)),
         "note": note,
         "seconds": time.monotonic() - run.started,
         "peak_memory_bytes": peak_memory_bytes(),

@@ -69,6 +69,12 @@ def _show(given: Given, figures: Figures) -> None:
             f"{size(cache['expert_bytes_read_per_token'])}, share of the time waiting for them "
             f"{number(cache['waiting_for_experts_share'], 2)}"
         )
+        if (cost := cache["miss_cost"]) is not None:
+            given.say(
+                f"measured with --miss-threshold {cost['threshold']:g} and room for {cost['memory_share']:.0%} of the "
+                f"experts: {number(cost['reads_saved'], 2)} of the reads saved, "
+                f"perplexity times {cost['perplexity_ratio']:.3f}"
+            )
     if figures["tokens_per_target_forward"] is not None:
         given.say(
             f"drafted tokens kept {number(figures['draft_acceptance_rate'], 2)}, "

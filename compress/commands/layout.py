@@ -27,6 +27,9 @@ def layout(given: Given) -> Figures:
             ]
         )
     )
+    if figures["miss_costs"]:
+        given.say("cost of --miss-threshold, by the share of the experts that memory has room for:")
+        given.say(_costs(figures["miss_costs"]))
     if figures["note"] is not None:
         given.say(f"note: {figures['note']}")
     given.say(
@@ -34,6 +37,19 @@ def layout(given: Given) -> Figures:
         f"peak memory {size(figures['peak_memory_bytes'])}"
     )
     return figures
+
+
+def _costs(costs: list[Figures]) -> str:
+    """Return a table with a row for each threshold and a column for each share of memory."""
+    shares = sorted({cost["memory_share"] for cost in costs})
+    rows = [["threshold", *(f"room for {share:.0%}" for share in shares)]]
+    for threshold in sorted({cost["threshold"] for cost in costs}):
+        own = {cost["memory_share"]: cost for cost in costs if cost["threshold"] == threshold}
+        cells = [
+            f"{own[share]['reads_saved'] or 0:.0%} saved, {own[share]['perplexity_ratio'] - 1:+.2%}" for share in shares
+        ]
+        rows.append([f"{threshold:g}", *cells])
+    return table(rows)
 
 
 def _share(share: float | None) -> str:

@@ -28,7 +28,14 @@ class LayoutOptions(JobOptions):
         "plain: by their numbers, and no text is read.",
     )
     calibration: CalibrationOptions = part(
-        CalibrationOptions, samples=changed(32), evaluation_samples=left_out(0), windows=left_out()
+        CalibrationOptions,
+        samples=changed(32),
+        evaluation_samples=changed(
+            8,
+            help="Held-out sequences on which the cost of miss thresholds is measured, with --order co-use; each is read 16 "
+            "times. 0 for none.",
+        ),
+        windows=left_out(),
     )
     plan_output: Path | None = unlisted(JobOptions, "plan_output")
 

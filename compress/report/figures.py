@@ -119,6 +119,8 @@ class LayoutFigures(TypedDict):
     """Share of neighbors on the disk among pairs of experts that a token uses together; None without a text. The next field
     is of the result."""
     neighbors_share_after: float | None
+    miss_costs: list[dict[str, Any]]
+    """Savings and costs of miss thresholds (engine/checkpoint/miss_costs.py); empty without a held-out text."""
     note: str | None
     seconds: float
     peak_memory_bytes: int

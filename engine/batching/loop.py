@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from threading import Condition, Thread, current_thread
 
@@ -16,7 +17,6 @@ from engine.batching.request import Listener, Load, Request
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler, described_error
 from engine.errors import BusyError, OptionError
-from engine.expert_cache.figures import totals
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars
 from engine.generation.text_stream import PlainText
@@ -183,7 +183,7 @@ class EngineLoop:
             kv_cache_disk_blocks_written=counts.written,
             kv_cache_disk_blocks_failed=counts.failed,
             kv_cache_disk_hits=counts.hits,
-            expert_cache=None if cache is None else totals(cache.figures.values()),
+            expert_cache=() if cache is None else tuple(map(replace, cache.figures.values())),
         )
 
     def _serve(self) -> None:

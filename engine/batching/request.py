@@ -138,8 +138,8 @@ class Load:
     experts_evaluated_per_layer: tuple[int, ...]
     experts_skipped_per_layer: tuple[int, ...]
     """Skipped experts for each MoE layer."""
-    expert_cache: LayerFigures | None = None
-    """Counts of the experts that are read under a memory limit; None without one."""
+    expert_cache: tuple[LayerFigures, ...] = ()
+    """Counts of the experts that are read under a memory limit, by MoE layer; empty without one."""
     load_seconds: float = 0.0
     """Time to load the model, in seconds."""
     kv_cache_disk_bytes: int = 0

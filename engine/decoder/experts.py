@@ -56,7 +56,7 @@ class UnitObserver(Protocol):
 class Residency(Protocol):
     """Knows which experts of a block are in memory (engine/expert_cache)."""
 
-    def __call__(self, x_TD: Tensor, selection: Selection) -> Selection:
+    def __call__(self, x_TD: Tensor, selection: Selection, logits_TN: Tensor) -> Selection:
         """Bring the chosen experts into memory. Returns the selection with which the block goes on."""
 
     def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any) -> None:
@@ -357,7 +357,7 @@ class MoeBlock(nn.Module):
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
         if self.residency is not None:
-            selection = self.residency(x_TD, selection)
+            selection = self.residency(x_TD, selection, logits_TN)
         y_TD = self._routed(x_TD, selection, self.input_scales(logits_TN), choice)
         if self.own_norms is not None:
             y_TD = self.own_norms.routed_output(y_TD, choice)

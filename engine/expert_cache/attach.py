@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.miss_costs import miss_costs_in
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import Decoder
-from engine.decoder.routing import Selection
+from engine.decoder.routing import Selection, probabilities
 from engine.errors import OptionError, UnsupportedError
 from engine.expert_cache.cache import ExpertCache
 from engine.expert_cache.places import FileMemories
@@ -27,26 +28,33 @@ MOST_TOKENS = 512
 class Residency:
     """Asks the cache for the experts of one MoE block, and predicts those of the next one."""
 
-    def __init__(self, cache: ExpertCache, layer: int, following: tuple[int, MoeBlock] | None) -> None:
+    def __init__(self, cache: ExpertCache, layer: int, block: MoeBlock, following: tuple[int, MoeBlock] | None) -> None:
         """following: the next MoE block and its layer."""
-        self._cache, self._layer, self._following = cache, layer, following
+        self._cache, self._layer, self._block, self._following = cache, layer, block, following
 
-    def __call__(self, x_TD: Tensor, selection: Selection) -> Selection:
+    def __call__(self, x_TD: Tensor, selection: Selection, logits_TN: Tensor) -> Selection:
         """Bring the chosen experts into memory. Returns the selection with which the block goes on."""
         if self._cache.miss_threshold == 0:
             self.require(x_TD, selection.experts.numpy(), None)
             return selection
         experts, weights = selection.experts.clone(), selection.weights.float().clone()
-        self.require(x_TD, experts.numpy(), weights.numpy())
+        self.require(x_TD, experts.numpy(), weights.numpy(), logits_TN)
         return Selection(experts, weights.to(selection.weights.dtype))
 
-    def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any) -> None:
-        """As `__call__`, on arrays of NumPy, which a miss threshold changes in place."""
-        self._cache.require(self._layer, chosen_TS, weights_TS)
+    def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any, logits_TN: Tensor | None = None) -> None:
+        """As `__call__`, on arrays of NumPy, which a miss threshold changes in place.
+
+        Without logits_TN they are computed again where they are needed. The block's router then has to read x_TD.
+        """
+        self._cache.require(self._layer, chosen_TS, weights_TS, lambda: self._probabilities(x_TD, logits_TN))
         if self._following is not None and self._cache.awaits(self._following[0]):
             layer, block = self._following
-            slots, logits_TN = min(chosen_TS.shape[1], len(block.experts)), block.logits(x_TD, DECODING).float().numpy()
-            self._cache.expect(layer, sorted(set(np.argpartition(logits_TN, -slots)[:, -slots:].ravel().tolist())))
+            slots, next_TN = min(chosen_TS.shape[1], len(block.experts)), block.logits(x_TD, DECODING).float().numpy()
+            self._cache.expect(layer, sorted(set(np.argpartition(next_TN, -slots)[:, -slots:].ravel().tolist())))
+
+    def _probabilities(self, x_TD: Tensor, logits_TN: Tensor | None) -> Any:
+        logits_TN = self._block.logits(x_TD, DECODING) if logits_TN is None else logits_TN
+        return probabilities(self._block.routing, logits_TN).float().numpy()
 
 
 def check_limited(checkpoint: object, device: torch.device, *, predicts: bool) -> None:
@@ -82,12 +90,14 @@ def open_limited(
         raise OptionError(
             f"{checkpoint.directory}: has no experts, so that nothing can leave memory; leave out --memory-limit"
         )
+    costs = miss_costs_in(checkpoint.directory, checkpoint.provenance)
     memories = FileMemories(checkpoint, weights)
     decoder = Decoder(checkpoint.config, weights).eval()
     activations = batch_bytes(checkpoint, MemoryDemand(dtype, MOST_TOKENS), MOST_TOKENS)
     cache = ExpertCache(memories, limit, activation_bytes=activations, miss_threshold=miss_threshold, **options)
+    cache.miss_costs = costs
     blocks = list(zip(checkpoint.config.moe_layers, decoder.moe_blocks, strict=True))
     for place, (layer, block) in enumerate(blocks):
         following = blocks[place + 1] if place + 1 < len(blocks) and blocks[place + 1][1].own_norms is None else None
-        block.residency = Residency(cache, layer, following)
+        block.residency = Residency(cache, layer, block, following)
     return decoder, cache

@@ -8,8 +8,8 @@ While a layer computes, the experts that the next one will probably choose are r
 this layer's input, which differs little from its own (Eliseev and Mazur, "Fast inference of Mixture-of-Experts language
 models with offloading", 2023, section 3.2).
 
-With a miss threshold τ > 0, an expert that is not in memory is left out where its share of the token's weights is below τ,
-and the other weights of the token are scaled to their sum before. The result then depends on what was in memory.
+With a miss threshold τ > 0, an expert that is not in memory gives its place to the best one that is, where less than τ of
+the token's weights is lost by that (missing.py). The result then depends on what was in memory.
 
 Shape suffixes: T tokens, S slots.
 """
@@ -21,11 +21,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
+from engine.checkpoint.miss_costs import MissCost, cost_of
 from engine.errors import OptionError
 from engine.expert_cache.figures import LayerFigures
 from engine.expert_cache.file_memory import most_mappings
+from engine.expert_cache.missing import Changed, replace_absent
 from engine.expert_cache.places import FileMemories, bytes_of, largest_layer_bytes
 from engine.expert_cache.policies import DEFAULT, POLICIES, Key
 from engine.expert_cache.readers import AHEAD, NOW, Loading, Readers
@@ -65,6 +65,8 @@ class ExpertCache:
         self._memories, self._places, self.limit = memories, memories.places, limit
         self._headroom = HEADROOM_BYTES + activation_bytes
         self.miss_threshold, self.reads_ahead = miss_threshold, reads_ahead
+        self.miss_costs: Sequence[MissCost] = ()
+        """What thresholds cost on some text, where the checkpoint says so."""
         self._measured = resident
         self._moves_pages = _MAPPINGS_OF_PART * sum(map(len, self._places.values())) < most_mappings()
         """Whether the memory of an expert that leaves may go to the next one: each part is then a mapping of its own."""
@@ -81,6 +83,10 @@ class ExpertCache:
         self._precision: dict[int, float] = {}
         self._misses: dict[int, float] = {}
         self._first = min(layer for layer, _ in self._places)
+        self._numbers: dict[int, list[int]] = {}
+        """The experts of each layer."""
+        for layer, number in self._places:
+            self._numbers.setdefault(layer, []).append(number)
         self.figures: dict[int, LayerFigures] = {}
         self.count_anew()
         self.held_bytes = 0
@@ -125,6 +131,13 @@ class ExpertCache:
         return sum(self.expert_sizes.values())
 
     @property
+    def miss_cost(self) -> MissCost | None:
+        """The measured cost that is nearest to the threshold and to the share of experts in memory; None without one."""
+        if self.miss_threshold == 0:
+            return None
+        return cost_of(self.miss_costs, self.miss_threshold, self.held_bytes / self.expert_bytes)
+
+    @property
     def fixed_bytes(self) -> int:
         """Bytes of the weights that stay in memory."""
         return self._memories.fixed_bytes
@@ -139,18 +152,20 @@ class ExpertCache:
         self._check()
         self._shrink()
 
-    def require(self, layer: int, chosen_TS: Any, weights_TS: Any) -> None:
+    def require(self, layer: int, chosen_TS: Any, weights_TS: Any, probabilities: Callable[[], Any] | None = None) -> None:
         """Bring the chosen experts into memory.
 
-        chosen_TS: int64, negative for empty slots. weights_TS: float32, read only with a miss threshold, which changes both
-        in place. Raises CheckpointError for a disk that fails, and OptionError if the experts do not fit.
+        chosen_TS: int64, negative for empty slots. weights_TS: float32. With a miss threshold, `probabilities` returns the
+        router's, float32 [T, N], and chosen_TS and weights_TS are changed in place; nothing else reads these two. Raises
+        CheckpointError for a disk that fails, and OptionError if the experts do not fit.
         """
         if layer == self._first:
             self._measure()
         self._settle()
         figures = self.figures[layer]
         if self.miss_threshold > 0:
-            figures.left_out += self._leave_out(layer, chosen_TS, weights_TS)
+            changed = self._replace_absent(layer, chosen_TS, weights_TS, probabilities)
+            figures.replaced, figures.left_out = figures.replaced + changed.replaced, figures.left_out + changed.left_out
         self._wanted = wanted = {(layer, number): None for number in _numbers(chosen_TS)}
         self._policy.visit(layer)
         for key in wanted:
@@ -199,19 +214,19 @@ class ExpertCache:
         self._readers.close()
         self._memories.close()
 
-    def _leave_out(self, layer: int, chosen_TS: Any, weights_TS: Any) -> int:
-        """Empty the slots of experts that are not in memory and weigh little. Returns their number."""
-        sums_T1 = np.abs(weights_TS).sum(axis=-1, keepdims=True)
-        used = [(layer, number) for number in _numbers(chosen_TS)]
-        absent = [key[1] for key in used if key not in self._resident and key not in self._loading]
+    def _replace_absent(
+        self, layer: int, chosen_TS: Any, weights_TS: Any, probabilities: Callable[[], Any] | None
+    ) -> Changed:
+        """Let resident experts take the places of absent ones where the miss threshold allows it."""
+        used = _numbers(chosen_TS)
+        absent = {
+            number for number in used if (layer, number) not in self._resident and (layer, number) not in self._loading
+        }
         if not absent:
-            return 0
-        is_light = np.isin(chosen_TS, absent) & (np.abs(weights_TS) < self.miss_threshold * sums_T1)
-        is_light &= ~is_light.all(axis=-1, keepdims=True)  # no token loses all of its experts
-        weights_TS[is_light], chosen_TS[is_light] = 0.0, -1
-        left_T1 = np.abs(weights_TS).sum(axis=-1, keepdims=True)
-        np.multiply(weights_TS, sums_T1 / np.where(left_T1 == 0, 1.0, left_T1), out=weights_TS, where=left_T1 > 0)
-        return int(is_light.sum())
+            return Changed(0, 0)
+        assert probabilities is not None, "a miss threshold needs the router's probabilities"
+        resident = [number for number in self._numbers[layer] if (layer, number) in self._resident]
+        return replace_absent(chosen_TS, weights_TS, probabilities(), resident, absent, self.miss_threshold)
 
     def _judge(self, layer: int, wanted: Container[Key]) -> None:
         """Compare what was predicted and read ahead with what the layer uses."""

@@ -22,6 +22,8 @@ class LayerFigures:
     """Experts that were read when they were asked for."""
     left_out: int = 0
     """Slots of tokens that the miss threshold emptied."""
+    replaced: int = 0
+    """Slots of tokens in which an expert in memory took the place of one that was not, as the miss threshold allows."""
     read_ahead: int = 0
     """Experts that were read before the layer was reached."""
     wasted: int = 0
@@ -58,4 +60,5 @@ def report(layers: Iterable[LayerFigures], tokens: int, seconds: float) -> dict[
         "experts_read_ahead_late": whole.late,
         "experts_read_ahead_wasted": whole.wasted,
         "expert_slots_left_out": whole.left_out,
+        "expert_slots_replaced": whole.replaced,
     }

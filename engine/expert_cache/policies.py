@@ -291,6 +291,39 @@ class Simulated(NamedTuple):
         return self.hits / max(1, self.hits + self.misses) if self.hits + self.misses else 1.0
 
 
+class SimulatedCache:
+    """Which experts are in a cache with room for so many, step by step. It is empty at first."""
+
+    def __init__(self, slots: int, policy: Policy) -> None:
+        self.slots = slots
+        self.resident: set[Key] = set()
+        self._policy = policy
+
+    def step(self, layer: int, experts: Iterable[int]) -> int:
+        """Let a step of one layer use experts together; return how many of them were missing, and are there now.
+
+        Raises ValueError if the step uses more experts than there are slots.
+        """
+        wanted = {(layer, expert): None for expert in experts}  # in their order, each once
+        if len(wanted) > self.slots:
+            raise ValueError(
+                f"a step of layer {layer} uses {len(wanted)} experts together, and there are {self.slots} slots"
+            )
+        self._policy.visit(layer)
+        for key in wanted:
+            self._policy.use(key)
+        missing = [key for key in wanted if key not in self.resident]
+        for key in missing:
+            if len(self.resident) == self.slots:
+                leaving = self._policy.victim(wanted)
+                assert leaving is not None
+                self._policy.remove(leaving)
+                self.resident.remove(leaving)
+            self._policy.add(key)
+            self.resident.add(key)
+        return len(missing)
+
+
 def simulate(trace: Trace, slots: int, policy: Policy, uncounted: int = 0) -> Simulated:
     """Return hits and misses of a cache of so many experts, which is empty before the first step.
 
@@ -298,25 +331,11 @@ def simulate(trace: Trace, slots: int, policy: Policy, uncounted: int = 0) -> Si
     uses more experts than there are slots, because they are needed together.
     """
     hits = misses = 0
-    resident: set[Key] = set()
+    cache = SimulatedCache(slots, policy)
     for place, (layer, experts) in enumerate(trace):
-        wanted = {(layer, expert): None for expert in experts}  # in their order, each once
-        if len(wanted) > slots:
-            raise ValueError(f"a step of layer {layer} uses {len(wanted)} experts together, and there are {slots} slots")
-        policy.visit(layer)
-        for key in wanted:
-            policy.use(key)
-        missing = [key for key in wanted if key not in resident]
+        missed = cache.step(layer, experts)
         if place >= uncounted:
-            hits, misses = hits + len(wanted) - len(missing), misses + len(missing)
-        for key in missing:
-            if len(resident) == slots:
-                leaving = policy.victim(wanted)
-                assert leaving is not None
-                policy.remove(leaving)
-                resident.remove(leaving)
-            policy.add(key)
-            resident.add(key)
+            hits, misses = hits + len(set(experts)) - missed, misses + missed
     return Simulated(hits, misses)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -209,7 +210,9 @@ class Batch:
         if cache is None:
             return None
         seconds = (began if self._first_token_at is None else self._first_token_at) - began + self._decode_seconds
-        return expert_figures(cache.figures.values(), self.prompt_tokens + generated, seconds)
+        cost = cache.miss_cost
+        figures = expert_figures(cache.figures.values(), self.prompt_tokens + generated, seconds)
+        return figures | {"miss_cost": None if cost is None else asdict(cost)}
 
 
 def own_cache(cache: Cache) -> KeyValueCache:

@@ -155,15 +155,15 @@ class Engine:
         time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023); or "mtp": the model's
         own layers for multi-token prediction. `images`: prompts may
         have images; transformers then runs the whole model, also one of a family that our own decoder runs. `memory_limit`:
-        most resident bytes of the process; experts are then read when they are needed, and `miss_threshold` may leave out
-        light ones that are not in memory (engine/expert_cache/cache.py). `progress`: shows the compilation of kernels, where
-        there is any.
+        most resident bytes of the process; experts are then read when they are needed, and `miss_threshold` lets
+        others take the places of some that are not in memory (engine/expert_cache/missing.py). `progress`: shows the
+        compilation of kernels, where there is any.
         """
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
             raise OptionError(f"draft tokens are {draft_tokens}; they must be from 1 to {COMPILED_MAX_ROWS - 1}")
         if miss_threshold > 0 and memory_limit is None:
-            raise OptionError("a miss threshold leaves out experts that a memory limit keeps out; give --memory-limit too")
+            raise OptionError("a miss threshold is about experts that a memory limit keeps out; give --memory-limit too")
         set_threads(threads)
         directory = resolve(str(model))
         if images and draft is not None:

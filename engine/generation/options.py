@@ -65,8 +65,8 @@ class OpenOptions:
         group=MACHINE,
         minimum=0,
         maximum=1,
-        help="With --memory-limit, leave an expert out that is not in memory and has less than this share of its token's "
-        "weights; 0 leaves none out.",
+        help="With --memory-limit, let the best expert in memory take the place of one that is not, where less than this "
+        "share of the token's weights is lost by that; 0 reads every expert.",
     )
     checksums: bool = option(False, group=MACHINE, help="First compare every file with the artifact's checksums.")
     draft: str | None = option(

@@ -46,6 +46,7 @@ EXPERT_COUNTERS: dict[str, tuple[str, Callable[[LayerFigures], float]]] = {
     "compress_experts_used": ("Experts that steps used.", lambda own: own.uses),
     "compress_experts_found": ("Experts among them that were in memory.", lambda own: own.hits),
     "compress_experts_left_out": ("Slots that the miss threshold emptied.", lambda own: own.left_out),
+    "compress_experts_replaced": ("Slots that an expert in memory took over.", lambda own: own.replaced),
     "compress_expert_read_bytes": ("Bytes of experts read from disk.", lambda own: own.read_bytes),
     "compress_expert_wait_seconds": ("Seconds of waiting for experts.", lambda own: own.waited_seconds),
 }
@@ -132,9 +133,11 @@ class _LoadCollector(Collector):
             yield GaugeMetricFamily(name, about, value=figure(load))
         for name, (about, figure) in COUNTERS.items():
             yield CounterMetricFamily(name, about, value=figure(load))
-        if load.expert_cache is not None:
-            for name, (about, counted) in EXPERT_COUNTERS.items():
-                yield CounterMetricFamily(name, about, value=counted(load.expert_cache))
+        for name, (about, counted) in EXPERT_COUNTERS.items() if load.expert_cache else ():
+            family = CounterMetricFamily(name, about, labels=["layer"])
+            for layer, own in enumerate(load.expert_cache):
+                family.add_metric([str(layer)], counted(own))
+            yield family
         yield from _of_draft(load)
         skipped = CounterMetricFamily("compress_experts_skipped", "Experts that tokens skipped.", labels=["layer"])
         for layer, count in enumerate(load.experts_skipped_per_layer):

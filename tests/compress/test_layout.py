@@ -27,11 +27,14 @@ import cli
 from calibrate.chosen import co_use
 from calibrate.statistics import load_statistics
 from compress import layout as module
+from compress.cost.misses import READINGS
 from compress.plans.expert_order import chained
 from compress.run import job
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.expert_cache import places
 from engine.files.safetensors_file import open_shards
+from engine.generation.generate import Engine
 from engine.inspect import inspect
 from engine.progress import no_progress
 
@@ -122,6 +125,25 @@ def test_the_order_is_that_of_the_text(place: Path) -> None:
     again = read_provenance(place / "again")
     assert again is not None and again["expert_order"] == expected
     assert (place / "again" / "model.safetensors").read_bytes() == (place / "new" / "model.safetensors").read_bytes()
+
+
+def test_the_cost_of_miss_thresholds_is_measured_and_reported(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    provenance = read_provenance(place / "new")
+    assert provenance is not None
+    costs = provenance["figures"]["miss_costs"]
+    assert len(costs) == READINGS - 1 and all(cost["perplexity_ratio"] > 0 for cost in costs)
+    saved = [cost["reads_saved"] for cost in costs if cost["memory_share"] == 0.5]
+    assert saved == sorted(saved) and saved[-1] > saved[0] >= 0
+    monkeypatch.setattr(places, "SMALL_BYTES", 64)
+    engine = Engine.open(str(place / "new"), memory_limit=1 << 40, miss_threshold=0.11)
+    cache = engine.expert_cache
+    assert cache is not None and cache.miss_cost is not None and cache.miss_cost.threshold == 0.1
+    cache.close()
+    run("layout", "model", "-o", "plain", "--order", "plain")
+    run("layout", "model", "-o", "unmeasured", *CALIBRATION, "--evaluation-samples", "0")
+    for name in ("plain", "unmeasured"):
+        own = read_provenance(place / name)
+        assert own is not None and own["figures"]["miss_costs"] == []
 
 
 def test_transformers_runs_the_result(place: Path) -> None:

@@ -193,10 +193,10 @@ def small_cache(tmp_path: Path) -> Iterator[ExpertCache]:
     cache.close()
 
 
-def require(cache: ExpertCache, layer: int, chosen: Any, weights: Any = None) -> tuple[Any, Any]:
+def require(cache: ExpertCache, layer: int, chosen: Any, weights: Any = None, shares: Any = None) -> tuple[Any, Any]:
     chosen_TS = np.array(chosen, np.int64)
     weights_TS = np.ones(chosen_TS.shape, np.float32) if weights is None else np.array(weights, np.float32)
-    cache.require(layer, chosen_TS, weights_TS)
+    cache.require(layer, chosen_TS, weights_TS, lambda: np.array(shares, np.float32))
     return chosen_TS, weights_TS
 
 
@@ -233,16 +233,30 @@ def test_predictions_that_fail_end_reading_ahead(cache: ExpertCache) -> None:
     assert cache.figures[1].read_ahead == before
 
 
-def test_light_experts_that_are_absent_are_left_out(cache: ExpertCache) -> None:
-    """Expert 0 is in memory. Shares 0.5, 0.3 and 0.2; of the second token all are absent and light, so that none goes."""
-    require(cache, 0, [[0]])
-    cache.miss_threshold = 0.35
-    chosen, weights = require(cache, 0, [[0, 1, 2], [3, 4, 5]], [[0.5, 0.3, 0.2], [0.34, 0.33, 0.33]])
-    assert chosen.tolist() == [[0, -1, -1], [3, 4, 5]]
-    assert weights[0].tolist() == pytest.approx([1.0, 0, 0]) and weights[1].tolist() == pytest.approx([0.34, 0.33, 0.33])
-    assert cache.figures[0].left_out == 2
-    chosen, weights = require(cache, 0, [[1, 0]], [[0.4, 0.1]])
-    assert chosen.tolist() == [[1, 0]], "0.8 of the token's weights is not light, and 0 is in memory"
+def test_absent_experts_give_their_places_to_resident_ones(cache: ExpertCache) -> None:
+    """Experts 0 and 1 are in memory, and the first token has chosen 0.
+
+    Its expert 4 weighs 0.2, and 1, which has half of the probability, takes its place with 0.1. Nothing is free then for 3,
+    which weighs 0.3. In the second token, 0 takes the place of 5, with 0.9 of its weight, and 1 in that of 3 costs too much.
+    """
+    require(cache, 0, [[0, 1]])
+    cache.miss_threshold = 0.25
+    weights = [[0.5, 0.2, 0.3], [0.5, 0.5, 0.0]]
+    shares = [[0.4, 0.1, 0.0, 0.3, 0.2, 0.0], [0.27, 0.03, 0.0, 0.3, 0.1, 0.3]]
+    chosen, weights = require(cache, 0, [[0, 4, 3], [5, 3, -1]], weights, shares)
+    assert chosen.tolist() == [[0, 1, 3], [0, 3, -1]]
+    assert weights[0].tolist() == pytest.approx([0.5 / 0.9, 0.1 / 0.9, 0.3 / 0.9])
+    assert weights[1].tolist() == pytest.approx([0.45 / 0.95, 0.5 / 0.95, 0])
+    assert (cache.figures[0].replaced, cache.figures[0].left_out) == (2, 0)
+
+
+def test_without_a_resident_expert_places_stay_empty_but_for_one(cache: ExpertCache) -> None:
+    """Nothing is in memory. The second token would lose all of its experts; the heaviest stays."""
+    cache.miss_threshold = 0.6
+    chosen, weights = require(cache, 0, [[3, 1, 2], [3, 4, -1]], [[0.7, 0.2, 0.1], [0.5, 0.5, 0]], np.full((2, 6), 1 / 6))
+    assert chosen.tolist() == [[3, -1, -1], [-1, 4, -1]]
+    assert weights.tolist() == [pytest.approx([1, 0, 0]), pytest.approx([0, 1, 0])]
+    assert cache.figures[0].left_out == 3
 
 
 def test_room_for_something_else_is_made_at_once(cache: ExpertCache) -> None:
