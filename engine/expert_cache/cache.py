@@ -66,7 +66,7 @@ class ExpertCache:
         self._headroom = HEADROOM_BYTES + activation_bytes
         self.miss_threshold, self.reads_ahead = miss_threshold, reads_ahead
         self.miss_costs: Sequence[MissCost] = ()
-        """What thresholds cost on some text, where the checkpoint says so."""
+        """The measured costs of thresholds, where the checkpoint has some."""
         self._measured = resident
         self._moves_pages = _MAPPINGS_OF_PART * sum(map(len, self._places.values())) < most_mappings()
         """Whether the memory of an expert that leaves may go to the next one: each part is then a mapping of its own."""
