@@ -21,6 +21,8 @@ from torch import Tensor
 from engine.bench.options import BACKEND_NAMES
 from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError
+from engine.expert_cache.cache import ExpertCache
+from engine.expert_cache.figures import totals
 from engine.generation.batch import Cache
 from engine.generation.checks import resolve_dtype
 from engine.generation.generate import Engine
@@ -116,6 +118,10 @@ class Backend(Protocol):
         """Share of skipped experts since the last `count_skips(True)`."""
 
     @property
+    def expert_cache(self) -> ExpertCache | None:
+        """Cache of the experts of a model that is read within a memory limit."""
+
+    @property
     def bytes_read_per_token(self) -> float | None:
         """Bytes of weights read per token when decoding one sequence; None if only the runtime knows."""
 
@@ -164,6 +170,10 @@ class TorchBackend:
         return 0.0 if counter is None else counter.share
 
     @property
+    def expert_cache(self) -> ExpertCache | None:
+        return self._engine.expert_cache
+
+    @property
     def bytes_read_per_token(self) -> float | None:
         return self._engine.bytes_read_per_token
 
@@ -199,6 +209,7 @@ class TransformersBackend:
     """Backend of unmodified transformers, used as by its own `generate`: cached, with the last logits only."""
 
     experts_skipped_share = 0.0
+    expert_cache = None
     bytes_read_per_token = None
 
     def __init__(self, spec: BenchSpec) -> None:
@@ -304,13 +315,18 @@ def _answer(backend: Backend, spec: BenchSpec, request: str) -> dict[str, Any]:
     shape = (spec.batch, positions)
     tokens_BL = torch.randint(backend.checkpoint.config.vocabulary_size, shape, generator=generator).to(backend.device)
     backend.count_skips(verb == "warm")
+    cache = backend.expert_cache
+    if cache is not None:
+        cache.count_anew()
     seconds = run_case(backend, case, tokens_BL)
-    share = backend.experts_skipped_share
+    share, found = backend.experts_skipped_share, None if cache is None else totals(cache.figures.values())
     return {
         "seconds": seconds,
         "kv_cache_bytes": backend.kv_cache_bytes,
         "experts_skipped_share": share,
         "weights_read_bytes_per_token": backend.bytes_read_per_token,
+        "expert_hit_rate": None if found is None else found.hit_rate,
+        "expert_bytes_read_per_token": None if found is None else found.read_bytes / tokens_BL.numel(),
     }
 
 

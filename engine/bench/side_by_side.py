@@ -62,16 +62,19 @@ def bench(
         pairs = [(case, worker) for case in cases for worker in workers]
         seconds: dict[tuple[BenchCase, Worker[BenchSpec]], list[float]] = {pair: [] for pair in pairs}
         warm: dict[tuple[BenchCase, Worker[BenchSpec]], dict[str, Any]] = {}
+        last: dict[tuple[BenchCase, Worker[BenchSpec]], dict[str, Any]] = {}
         for round_number in progress(range(repetitions + 1)):
             for case, worker in pairs:
                 request = f"{case.kind} {case.tokens} {case.depth}"
                 if round_number == 0:
                     warm[case, worker] = worker.ask(f"warm {request}")
                 else:
-                    seconds[case, worker].append(worker.ask(f"run {request}")["seconds"])
+                    last[case, worker] = worker.ask(f"run {request}")
+                    seconds[case, worker].append(last[case, worker]["seconds"])
         memory = {worker: worker.ask("memory") for worker in workers}
         return [
             _row(worker, case, seconds[case, worker], warm[case, worker], memory[worker])
+            | {name: last[case, worker][name] for name in ("expert_hit_rate", "expert_bytes_read_per_token")}
             for worker in workers
             for case in cases
         ]

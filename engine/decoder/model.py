@@ -274,6 +274,31 @@ class Decoder(nn.Module):
             self.watch(x_BLD)
         return x_BLD
 
+    def read_by_layer(self, tokens_BL: Tensor, cache: KeyValueCache, choice: KernelChoice, piece: int) -> Tensor:
+        """Read new tokens `piece` positions at a time, all of them through one layer before the next one.
+
+        Returns the hidden states of the last piece, [B, ≤ piece, D], as `hidden_states` of the pieces in turn does. A layer
+        whose experts do not stay in memory is thus read once, and the hidden states of all positions are held.
+        """
+        past, dtype = cache.length, self.dtype
+        starts = [past + start for start in range(0, tokens_BL.shape[1], piece)]
+        states, places = list[Tensor](), list[Positions]()
+        for start, own_BL in zip(starts, tokens_BL.split(piece, dim=1), strict=True):
+            states.append(embedded(self.config, own_BL, self.embedding, dtype))
+            positions = positions_for(
+                self.config, self.rotary, own_BL, None, start, states[-1].dtype, cache.read_as, one_by_one=False
+            )
+            places.append(positions._replace(choice=choice))
+        for layer in self.layers:
+            for number, (cache.length, positions) in enumerate(zip(starts, places, strict=True)):
+                states[number] = layer(states[number], positions, cache)
+        cache.length = past
+        cache.advance(tokens_BL.shape[1])
+        x_BLD = final_norm(self.config, states[-1], self.norm, self.norm_bias, choice)
+        if self.watch is not None:
+            self.watch(x_BLD)
+        return x_BLD
+
     def forward(
         self,
         tokens_BL: Tensor,

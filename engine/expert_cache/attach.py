@@ -22,7 +22,9 @@ from engine.kernels.quantized_weight import Weight
 from engine.passes.memory_need import MemoryDemand, batch_bytes
 
 MOST_TOKENS = 512
-"""Tokens that go through the model together."""
+"""Tokens that go through a layer together."""
+BY_LAYER_TOKENS = 8192
+"""Tokens of a prompt that go through a layer before the next one, so that its experts are read once for all of them."""
 
 
 class Residency:
@@ -94,6 +96,7 @@ def open_limited(
     memories = FileMemories(checkpoint, weights)
     decoder = Decoder(checkpoint.config, weights).eval()
     activations = batch_bytes(checkpoint, MemoryDemand(dtype, MOST_TOKENS), MOST_TOKENS)
+    activations += min(BY_LAYER_TOKENS, checkpoint.config.max_positions) * checkpoint.config.hidden_size * dtype.itemsize
     cache = ExpertCache(memories, limit, activation_bytes=activations, miss_threshold=miss_threshold, **options)
     cache.miss_costs = costs
     blocks = list(zip(checkpoint.config.moe_layers, decoder.moe_blocks, strict=True))

@@ -30,7 +30,7 @@ from engine.decoder.prediction import PredictionLayer
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
 from engine.errors import CompressError, OptionError, UnsupportedError
-from engine.expert_cache.attach import check_limited, open_limited
+from engine.expert_cache.attach import BY_LAYER_TOKENS, check_limited, open_limited
 from engine.expert_cache.cache import ExpertCache
 from engine.files.image_file import pictures_of
 from engine.generation.batch import Batch, Cache, own_cache
@@ -382,11 +382,18 @@ class Engine:
         """Read the new tokens into the cache and return the logits [B, V] of the last position.
 
         Activations do not grow with the prompt: PREFILL_CHUNK positions are read at a time, with the rotary angles of
-        the whole prompt. An exported graph and transformers read all positions at once.
+        the whole prompt. Under a memory limit, BY_LAYER_TOKENS positions go through a layer before the next one, so that
+        its experts are read once for all of them. An exported graph and transformers read all positions at once.
         """
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
         with torch.inference_mode():
+            is_long, is_padded = last - first > PREFILL_CHUNK, real_BP is not None and not bool(real_BP[:, :last].all())
+            if self.expert_cache is not None and is_long and not is_padded:
+                assert isinstance(decoder, Decoder), "only our own decoder has an expert cache"
+                for group_BL in tokens_BL.split(BY_LAYER_TOKENS, dim=1):
+                    last_BLD = decoder.read_by_layer(group_BL, own_cache(cache), self.prompt_kernels, PREFILL_CHUNK)
+                return decoder.logits(last_BLD[:, -1], self.prompt_kernels)
             while isinstance(decoder, Decoder) and cache.length + PREFILL_CHUNK < last:
                 start, end = cache.length, cache.length + PREFILL_CHUNK
                 piece, seen = tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end)

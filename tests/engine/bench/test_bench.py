@@ -100,6 +100,7 @@ def test_states_are_part_of_the_cache_of_both_backends(tmp_path: Path) -> None:
 
 def test_skipping_is_reported(rows: list[dict[str, Any]]) -> None:
     assert [row["experts_skipped_share"] for row in rows] == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0]
+    assert all(row["expert_hit_rate"] is row["expert_bytes_read_per_token"] is None for row in rows), "no memory limit"
 
 
 def test_models_by_backends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from float_models_for_tests import save_compressed_float8, save_float8, save_mxf
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.expert_cache import cache as cache_module
@@ -24,8 +25,9 @@ from engine.expert_cache.attach import check_limited, open_limited
 from engine.expert_cache.cache import ExpertCache
 from engine.expert_cache.figures import LayerFigures, report
 from engine.expert_cache.places import bytes_of, largest_layer_bytes
+from engine.generation import generate
 from engine.generation.generate import Engine
-from engine.kernels.kernel_choice import block_types_multiplied
+from engine.kernels.kernel_choice import TORCH, block_types_multiplied
 
 MANY_LAYERS = ("mixtral", "qwen2_moe", "olmoe", "granitemoe")
 """Families whose tiny models have more experts than fit beside those of one layer."""
@@ -138,6 +140,40 @@ def test_compiled_decoding_computes_the_same(policy: str, reads_ahead: bool, mod
     assert any(each.read for each in cache.figures.values())
     assert reads_ahead == any(each.read_ahead for each in cache.figures.values())
     cache.close()
+
+
+def test_a_long_prompt_reads_each_expert_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for the experts of one layer. In two groups of pieces, each expert is read twice, not eight times."""
+    monkeypatch.setattr(generate, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(generate, "BY_LAYER_TOKENS", 32)
+    prompt = torch.randint(3, 60, (1, 60), generator=torch.Generator().manual_seed(3))
+    free = Engine.open(model)
+    engine, cache = engine_of(model, reads_ahead=False)
+    found = []
+    for each in (free, engine):
+        kept = each.new_cache(1, 70)
+        found.append(torch.cat([each.prefill(prompt, None, kept), each.step(prompt[:, 0], None, kept)]))
+        assert kept.length == 61
+    assert torch.equal(*found)
+    experts = {layer: len(numbers) for layer, numbers in cache._numbers.items()}
+    for layer, figures in cache.figures.items():
+        assert figures.read <= 2 * experts[layer] + figures.uses // 8, "and those of the step after it"
+        assert figures.uses > 3 * experts[layer]
+    cache.close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gemma4_text", "deepseek_v2", "lfm2_moe", "nemotron_h", "qwen3_next"])
+def test_reading_by_layer_is_reading_in_pieces(family: str, tmp_path: Path) -> None:
+    save_reference(family, tmp_path / "model")
+    decoder = Decoder(Checkpoint(tmp_path / "model").config, Checkpoint(tmp_path / "model").source(torch.float32, "cpu"))
+    tokens = torch.randint(3, 60, (2, 29), generator=torch.Generator().manual_seed(5))
+    caches = [KeyValueCache(decoder.config, 2, 40, torch.float32) for _ in range(2)]
+    with torch.inference_mode():
+        for piece in tokens.split(8, dim=1):
+            expected = decoder.hidden_states(piece, None, caches[0])
+        found = decoder.read_by_layer(tokens, caches[1], TORCH, 8)
+        after = [decoder(tokens[:, :1], None, cache) for cache in caches]
+    assert torch.equal(found, expected) and torch.equal(*after) and caches[1].length == 30
 
 
 def test_a_file_that_shrinks_ends_the_run_with_an_error(model: Path, tmp_path: Path) -> None:

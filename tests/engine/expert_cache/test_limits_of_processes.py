@@ -73,6 +73,7 @@ def test_a_miss_threshold_reads_less(model: Path) -> None:
 def test_bench_stays_below_its_limit(model: Path) -> None:
     figures, peak = run("bench", str(model), "-p", "64", "-n", "16", "-r", "2", "--memory-limit", str(LIMIT))
     assert peak <= LIMIT and {row["test"] for row in figures["rows"]} == {"pp64", "tg16"}
+    assert all(0 < row["expert_hit_rate"] < 1 and row["expert_bytes_read_per_token"] > 0 for row in figures["rows"])
 
 
 @pytest.mark.slow
