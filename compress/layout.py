@@ -124,7 +124,7 @@ def _expert_names(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, int]
     """Yield (stored name, (layer, expert)) for each stored tensor of each expert, in the order of an expert's matrices."""
     if isinstance(checkpoint, AdaptedCheckpoint):
         for layer in checkpoint.config.moe_layers:
-            for name in checkpoint.names_by_layer[layer]:
+            for name in checkpoint.names.by_layer[layer]:
                 if (found := _EXPERT.search(name)) is not None:
                     own = checkpoint.low_bit[name].stored_names if name in checkpoint.low_bit else (name,)
                     yield from ((each, (layer, int(found[1]))) for each in own)

@@ -140,7 +140,7 @@ class RoundedResult:
         kept = [
             name
             for name, (_, shape) in self._copies.items()
-            if len(shape) == 2 and name.endswith(".weight") and self._checkpoint.targets.get(name) not in outer
+            if len(shape) == 2 and name.endswith(".weight") and self._checkpoint.names.targets.get(name) not in outer
         ]
         heads = {name: options.scheme_of(HEAD) for name in named}
         return {CONFIG_KEY: config_of(options.scheme, kept if heads else [HEAD, *kept], heads)}

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,16 @@ from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import Checkpoint, prediction_rule
 from engine.checkpoint.family_code import PLACES_KEY, own_class
 from engine.checkpoint.model_directory import check_generation
-from engine.checkpoint.pack_quantized import CONFIG_KEY, PACKED, QuantizedView, counted_by_bits, schemes_of
+from engine.checkpoint.pack_quantized import CONFIG_KEY, QuantizedView, counted_by_bits, schemes_of
 from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.config import DecoderConfig
-from engine.families.experts import DOWN, GATE, UP
 from engine.families.resolve import load_transformers_config, runs_through_transformers
-from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_parts, expert_tensor
 from engine.files.element_type import ElementType
 from engine.files.finite import can_check, is_finite
-from engine.files.json_file import load_json, shown
+from engine.files.json_file import load_json
 from engine.files.mapped_file import RELEASE_EVERY_BYTES, Releasing
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import open_shards
@@ -42,10 +39,10 @@ from engine.passes.layerwise import SWEEP_TOKENS
 from engine.transformers_models.adapted_block import OwnRouting
 from engine.transformers_models.adapted_config import adapted_config, text_path
 from engine.transformers_models.config_keys import CountKey, WidthKey, find_count_key, find_width_key
-from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers, check_states, find_layers, skeleton
+from engine.transformers_models.expert_layers import FoundLayers, check_states, find_layers, skeleton
 from engine.transformers_models.experts_implementation import StackedExperts
 from engine.transformers_models.image_reader import check_vision
-from engine.transformers_models.interface_families import classes_of, has_interface
+from engine.transformers_models.known_models import check_known, model_class_of
 from engine.transformers_models.layer_sizes import (
     BLOCKS_KEY,
     OWN_KEYS,
@@ -58,13 +55,11 @@ from engine.transformers_models.layer_sizes import (
 )
 from engine.transformers_models.low_bit_weights import (
     dense_experts,
-    expert_matrices,
-    expert_matrix,
-    first_name,
     low_bit_views,
 )
 from engine.transformers_models.stack_of import generic
 from engine.transformers_models.stored_experts import StoredExperts
+from engine.transformers_models.stored_names import StoredNames, conversions_of
 from engine.transformers_models.transformers_model import quiet_transformers
 
 SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
@@ -118,9 +113,9 @@ class AdaptedCheckpoint(Checkpoint):
         self.raw_config = load_json(directory / "config.json", "model config")
         self.wrapper, self.float8, self.nvfp4 = None, None, False
         try:
-            _check_known(self.raw_config)
+            check_known(self.raw_config)
             self.schemes = schemes_of(self.raw_config)
-            self.model_class = _model_class(self.raw_config)
+            self.model_class = model_class_of(self.raw_config)
             self.model = self.build(plain_config(self.raw_config))
             self.plain_found: FoundLayers = find_layers(self.model, self.model_type)
             """The layers of the family's own model, which have one number of experts of one width."""
@@ -146,7 +141,8 @@ class AdaptedCheckpoint(Checkpoint):
             """Low-bit weights by name."""
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}; {SAME_MODEL}") from error
-        self._check_names()
+        self.names = StoredNames(directory, self.model, self.found, self.raw_config, self._stored, self.low_bit)
+        self.names.check()
 
     has_own_decoder = False
 
@@ -158,7 +154,7 @@ class AdaptedCheckpoint(Checkpoint):
     def build(self, raw: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
         """Return the model of a config.json without weights."""
         config = load_transformers_config({key: raw[key] for key in raw if key not in _WITHHELD_KEYS})
-        model_class = _model_class(self.raw_config)
+        model_class = model_class_of(self.raw_config)
         if BLOCKS_KEY in raw:
             model_class = own_class(model_class.__name__, raw)
             config.block_configs, config.block_places = raw[BLOCKS_KEY], raw[PLACES_KEY]
@@ -197,7 +193,7 @@ class AdaptedCheckpoint(Checkpoint):
 
     def with_sizes(self, sizes: Sizes) -> dict[str, Any]:
         """Return config.json with MoE layers of other sizes. Raises UnsupportedError where no entry has the width."""
-        base, keys = _model_class(self.raw_config).__name__, SizeKeys(self.count_key, lambda: self.width_key)
+        base, keys = model_class_of(self.raw_config).__name__, SizeKeys(self.count_key, lambda: self.width_key)
         return with_sizes(self.raw_config, base, self.plain_found, keys, sizes)
 
     @cached_property
@@ -234,105 +230,6 @@ class AdaptedCheckpoint(Checkpoint):
         """The projections of experts in the files. Raises UnsupportedError where they are not found there."""
         return StoredExperts(self)
 
-    # Names
-
-    @cached_property
-    def targets(self) -> dict[str, str]:
-        """The model's name of every tensor in the files, after transformers' renaming.
-
-        Tensors that become one tensor of the model, such as those of single experts, have its name in common. Tensors
-        that the model has no place for, such as layers for multi-token prediction, are left out.
-        """
-        known = self.model.state_dict().keys()
-        return {name: target for name, (target, _) in self._renamed.items() if target in known} | self._targets_of_own_names
-
-    @cached_property
-    def own_names(self) -> dict[str, tuple[ExpertLayer, int, int]]:
-        """Layer, expert and projection of low-bit weights that have names of ours, which transformers does not know."""
-        known, own = self.model.state_dict().keys(), expert_matrices(self.found.experts, self.low_bit)
-        return {name: place for name, place in own.items() if self._renamed[name][0] not in known}
-
-    @property
-    def _targets_of_own_names(self) -> dict[str, str]:
-        first = {layer.experts: first_name(self.model.get_submodule(layer.experts)) for layer in self.found.experts}
-        return {
-            name: f"{layer.experts}.{'down_proj' if part == DOWN else first[layer.experts]}"
-            for name, (layer, _, part) in self.own_names.items()
-        }
-
-    @property
-    def converted(self) -> frozenset[str]:
-        """Names of the tensors that transformers changes, and does not only rename."""
-        return frozenset(name for name, (_, converter) in self._renamed.items() if converter is not None)
-
-    @cached_property
-    def _names(self) -> list[str]:
-        """The names of all weights in the files; the three tensors of a low-bit weight have one in common."""
-        parts = {part: name for name, view in self.low_bit.items() for part in view.stored_names}
-        return list(dict.fromkeys(parts.get(name, name) for name in self._stored))
-
-    @cached_property
-    def _renamed(self) -> dict[str, tuple[str, str | None]]:
-        """The name of every weight after transformers' renaming, whether the model has it or not, and what converts it."""
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        known = self.model.state_dict()
-        conversions = _conversions(self.model)
-        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        prefix, found = self.model.base_model_prefix, {}
-        for name in self._names:
-            found[name] = rename_source_key(name, renamings, converters, prefix, known)
-            if found[name][0] not in known and name in known:
-                found[name] = rename_source_key(name, [], [], prefix, known)
-        return found
-
-    @cached_property
-    def names_by_layer(self) -> dict[int | None, list[str]]:
-        """The names in the files of each decoder layer's tensors; under None those of all other tensors of the decoder."""
-        layers, outer = f"{self.found.layers}.", self._outer_modules()
-        names: dict[int | None, list[str]] = {index: [] for index in range(self.found.count)} | {None: []}
-        for name, target in self.targets.items():
-            if target.startswith(layers):
-                names[int(target.removeprefix(layers).split(".")[0])].append(name)
-            elif target.startswith(outer):
-                names[None].append(name)
-        return names
-
-    def _outer_modules(self) -> tuple[str, ...]:
-        """Return the prefixes of the decoder's tensors outside of its layers: the modules around the layers and the head."""
-        own = {id(module): name for name, module in self.model.named_modules()}
-        around = self.found.layers.rpartition(".")[0]
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        return tuple(f"{name}." for name in (around, *(own[id(end)] for end in ends if end is not None)))
-
-    def _check_names(self) -> None:
-        """Raise CheckpointError for a tensor of the decoder that is missing, UnsupportedError for one that is not read.
-
-        A conversion with several results hides the names of all but one of them; `loaded` finds what is missing there.
-        """
-        self._check_elements()
-        self._check_unplaced()
-        self._check_own_names()
-        if any(len(conversion.target_patterns) > 1 for conversion in _conversions(self.model)):
-            return
-        there, tied = set(self.targets.values()), self.model.all_tied_weights_keys
-        needed = (f"{self.found.layers}.", *self._outer_modules())
-        for name in self.model.state_dict():
-            if name.startswith(needed) and name not in there and name not in tied:
-                raise CheckpointError(f"{self.directory}: tensor {name} is missing; {SAME_MODEL}")
-
-    def _check_elements(self) -> None:
-        """Raise UnsupportedError for stored elements of one byte, or integers, where the model has real numbers."""
-        known = self.model.state_dict()
-        for name, target in self.targets.items():
-            element = self._element(name)
-            if known[target].is_floating_point() and (element.itemsize == 1 or not element.is_floating_point):
-                raise UnsupportedError(
-                    f"{self.directory}: {name} is stored as {element}, and quantized weights are read for families with a "
-                    "row only; take the model before it was quantized"
-                )
-
     def check_not_low_bit(self, instead: str) -> None:
         """Raise UnsupportedError for low-bit weights, which transformers itself does not read. instead: what to do."""
         if self.low_bit:
@@ -340,40 +237,6 @@ class AdaptedCheckpoint(Checkpoint):
                 f"{self.directory}: has low-bit weights, and transformers itself does not read those of a model of the "
                 f"family {self.model_type}; {instead}"
             )
-
-    def _check_own_names(self) -> None:
-        """Raise CheckpointError for a low-bit weight of an expert that is missing, or whose shape config.json denies."""
-        for layer in self.found.experts:
-            has_gate = self.model.get_submodule(layer.experts).has_gate
-            places = product(range(layer.count), (GATE, UP, DOWN) if has_gate else (UP, DOWN))
-            names = [expert_matrix(layer.experts, *place) for place in places]
-            missing = [name for name in names if name not in self.own_names]
-            if missing and len(missing) < len(names):
-                raise CheckpointError(f"{self.directory}: tensor {missing[0]}{PACKED} is missing; {SAME_MODEL}")
-        for name, (layer, _, part) in self.own_names.items():
-            said = (layer.hidden_size, layer.width) if part == DOWN else (layer.width, layer.hidden_size)
-            if self.low_bit[name].shape != said:
-                raise CheckpointError(
-                    f"{self.directory}: tensor {name} has shape {list(self.low_bit[name].shape)} and config.json says "
-                    f"{list(said)}; {SAME_MODEL}"
-                )
-
-    @property
-    def _unplaced(self) -> dict[str, tuple[str, str | None]]:
-        """Those weights of `_renamed` that the model has no place for."""
-        return {name: own for name, own in self._renamed.items() if name not in self.targets}
-
-    def _check_unplaced(self) -> None:
-        """Raise CheckpointError for decoder layers after the last one, unless they are for multi-token prediction."""
-        if any(_predicts(part) for part in (self.raw_config, self.model.config.get_text_config(decoder=True).to_dict())):
-            return
-        for name, (target, _) in self._renamed.items():
-            number = target.removeprefix(f"{self.found.layers}.").split(".")[0]
-            if target.startswith(f"{self.found.layers}.") and number.isdecimal() and int(number) >= self.found.count:
-                raise CheckpointError(
-                    f"{self.directory}: {name} belongs to layer {number}, and config.json has {self.found.count} layers and "
-                    f"none for multi-token prediction; {SAME_MODEL}"
-                )
 
     # Weights
 
@@ -407,12 +270,12 @@ class AdaptedCheckpoint(Checkpoint):
 
         left_out: names of weights that the model has already.
         """
-        names = [name for name in self.names_by_layer[layer] if name not in left_out]
-        self._load(model, [name for name in names if name not in self.own_names], dtype, device)
-        own = [name for name in names if name in self.own_names]
+        names = [name for name in self.names.by_layer[layer] if name not in left_out]
+        self._load(model, [name for name in names if name not in self.names.own_names], dtype, device)
+        own = [name for name in names if name in self.names.own_names]
         if own:
-            matrices = {self.own_names[name][1:]: self.low_bit[name] for name in own}
-            dense_experts(model.get_submodule(self.own_names[own[0]][0].experts), matrices, device)
+            matrices = {self.names.own_names[name][1:]: self.low_bit[name] for name in own}
+            dense_experts(model.get_submodule(self.names.own_names[own[0]][0].experts), matrices, device)
         if layer is None:
             with quiet_transformers():
                 model.tie_weights(recompute_mapping=False)
@@ -423,9 +286,9 @@ class AdaptedCheckpoint(Checkpoint):
 
         Raises CheckpointError for one that is missing or damaged.
         """
-        decoder = {name for names in self.names_by_layer.values() for name in names}
-        self._load(model, [name for name in self.targets if name not in decoder], dtype, device)
-        decoder_modules = (f"{self.found.layers}.", *self._outer_modules())
+        decoder = {name for names in self.names.by_layer.values() for name in names}
+        self._load(model, [name for name in self.names.targets if name not in decoder], dtype, device)
+        decoder_modules = (f"{self.found.layers}.", *self.names.outer_modules())
         for name, tensor in model.state_dict().items():
             if tensor.is_meta and not name.startswith(decoder_modules):
                 raise CheckpointError(f"{self.directory}: tensor {name} is missing; {SAME_MODEL}")
@@ -433,7 +296,7 @@ class AdaptedCheckpoint(Checkpoint):
     def _check_loaded(self, model: Any, layer: int | None) -> None:
         """Raise CheckpointError if a tensor of a layer, or for None one around the layers, has no values."""
         layers = f"{self.found.layers}."
-        due = self._outer_modules() if layer is None else (f"{layers}{layer}.",)
+        due = self.names.outer_modules() if layer is None else (f"{layers}{layer}.",)
         for name, tensor in model.state_dict().items():
             is_elsewhere = layer is None and name.startswith(layers)
             if tensor.is_meta and name.startswith(due) and not is_elsewhere:
@@ -448,7 +311,7 @@ class AdaptedCheckpoint(Checkpoint):
             dtype=dtype,
             dtype_plan=model._get_dtype_plan(dtype),
             device_map={"": device},
-            weight_mapping=_conversions(model),
+            weight_mapping=conversions_of(model),
         )
         with quiet_transformers():
             info, _ = convert_and_load_state_dict_in_model(model, stored, config)
@@ -464,10 +327,6 @@ class AdaptedCheckpoint(Checkpoint):
     def stored_tensor(self, name: str) -> Tensor:
         """Return a tensor of the files under its name there, memory-mapped; a low-bit weight is dequantized."""
         return self.low_bit[name].read() if name in self.low_bit else self._stored[name].tensor(name)
-
-    def _element(self, name: str) -> ElementType:
-        """Return the element type of `stored_tensor(name)`."""
-        return self.low_bit[name].element if name in self.low_bit else self._stored[name].entries[name].element
 
     @cached_property
     def _projections(self) -> dict[str, tuple[int, int, int]]:
@@ -494,8 +353,11 @@ class AdaptedCheckpoint(Checkpoint):
         """Dtype and shape of `stored_tensor` for every weight of the files, under its name there."""
         low_bit, stored = self.low_bit, self._stored
         return {
-            name: (self._element(name).torch, low_bit[name].shape if name in low_bit else stored[name].entries[name].shape)
-            for name in self._names
+            name: (
+                self.names.element(name).torch,
+                low_bit[name].shape if name in low_bit else stored[name].entries[name].shape,
+            )
+            for name in self.names.weights
         }
 
     def parts(self, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -531,9 +393,9 @@ class AdaptedCheckpoint(Checkpoint):
         """Element type of most bytes of the decoder layers."""
         sizes: dict[ElementType, int] = {}
         for index in range(self.found.count):
-            for name in self.names_by_layer[index]:
+            for name in self.names.by_layer[index]:
                 size = self.low_bit[name].bytes if name in self.low_bit else self._stored[name].entries[name].nbytes
-                sizes[self._element(name)] = sizes.get(self._element(name), 0) + size
+                sizes[self.names.element(name)] = sizes.get(self.names.element(name), 0) + size
         if not sizes:
             raise CheckpointError(f"{self.directory}: no file has a tensor of a decoder layer; {SAME_MODEL}")
         return max(sizes, key=lambda element: sizes[element])
@@ -552,15 +414,15 @@ class AdaptedCheckpoint(Checkpoint):
     @property
     def prediction_layers(self) -> int:
         """Number of layers for multi-token prediction in the files; they are not run."""
-        found = (_PREDICTION_LAYER.search(target) for target, _ in self._unplaced.values())
+        found = (_PREDICTION_LAYER.search(target) for target, _ in self.names.unplaced.values())
         return len({each[0] for each in found if each is not None})
 
     @property
     def parts_not_read(self) -> list[str]:
         """Names of the largest modules of the model that text does not pass through."""
-        read = {self.targets[name] for names in self.names_by_layer.values() for name in names}
+        read = {self.names.targets[name] for names in self.names.by_layer.values() for name in names}
         prefixes = {part for target in read for part in _prefixes(target)}
-        beside = set(self.targets.values()) - read
+        beside = set(self.names.targets.values()) - read
         return sorted({next(part for part in _prefixes(target) if part not in prefixes) for target in beside})
 
     @property
@@ -572,13 +434,13 @@ class AdaptedCheckpoint(Checkpoint):
     def prediction_note(self) -> str | None:
         """A sentence where layers for multi-token prediction have more experts than config.json says, else None."""
         counts = {layer.count for layer in self.found.experts}
-        beyond = self.stored_shapes.keys() - self.targets.keys()
+        beyond = self.stored_shapes.keys() - self.names.targets.keys()
         if len(counts) > 1:
             return _RAGGED_PREDICTION if any(".experts." in name for name in beyond) else None
         (count,) = counts
         found = [_EXPERT.search(name) for name in beyond]
         most = max((int(each[1]) + 1 for each in found if each is not None), default=0)
-        shapes = {_end(name): self.stored_shapes[name][1] for name in self.targets if ".experts." in name}
+        shapes = {_end(name): self.stored_shapes[name][1] for name in self.names.targets if ".experts." in name}
         is_narrowed = {layer.width for layer in self.found.experts} != {self.plain_found.sampled.width}
         if (
             most <= count
@@ -600,7 +462,7 @@ class AdaptedCheckpoint(Checkpoint):
 
     def prediction_choice(self, source: Checkpoint, *, has_own_experts: bool = False) -> str | None:
         """A sentence where experts of layers for multi-token prediction were removed; self: the result. Else None."""
-        there = self.stored_shapes.keys() - self.targets.keys()
+        there = self.stored_shapes.keys() - self.names.targets.keys()
         if self.prediction_note is not None or self.config.experts_per_layer == source.config.experts_per_layer:
             return None
         if not any(".experts." in name for name in there):
@@ -627,13 +489,13 @@ class AdaptedCheckpoint(Checkpoint):
         shapes = self.stored_shapes
         sizes = {
             layer: dtype.itemsize * sum(torch.Size(shapes[name][1]).numel() for name in names)
-            for layer, names in self.names_by_layer.items()
+            for layer, names in self.names.by_layer.items()
         }
         return sizes.pop(None) + 3 * max(sizes.values())
 
     def read_ahead(self, layer: int) -> None:
         """Ask the operating system to load a layer's weights into its page cache; ignored for other layer numbers."""
-        own = self.names_by_layer.get(layer, ())
+        own = self.names.by_layer.get(layer, ())
         names = {part for name in own for part in (self.low_bit[name].stored_names if name in self.low_bit else (name,))}
         for file in self.files:
             file.read_ahead(sorted(names & file.entries.keys()))
@@ -690,50 +552,6 @@ def _state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     return int(config.transformers_config.hidden_size) * dtype.itemsize
 
 
-def _check_known(raw: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for a model whose code or weights transformers cannot give us."""
-    from transformers import CONFIG_MAPPING, __version__
-
-    model_type = raw.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        what = (
-            f"model family {shown(model_type)} has no row of its own here, and transformers {__version__} does not know it"
-        )
-        if raw.get("auto_map"):
-            raise UnsupportedError(
-                f"{what}: its code lies beside the weights (trust_remote_code), and such code is never run; convert the "
-                "model to a family of transformers, or wait for a release that has it"
-            )
-        raise UnsupportedError(f"{what}; a newer release of transformers may")
-    if not has_interface(str(model_type)):
-        raise UnsupportedError(
-            f"model family {shown(model_type)} has no experts with the interface of transformers' stacked experts; "
-            f"supported families: {', '.join(sorted(ARCHITECTURES))}, and those of transformers with that interface"
-        )
-    parts = [part for part in raw.values() if isinstance(part, dict)]
-    is_packed = bool(schemes_of(raw)) and not any(part.get(CONFIG_KEY) for part in parts)
-    if not is_packed and any(part.get(CONFIG_KEY) for part in (raw, *parts)):
-        raise UnsupportedError(
-            f"config.json of this {model_type} has a quantization_config, and quantized weights are read for families "
-            f"with a row only ({', '.join(sorted(ARCHITECTURES))}); take the model before it was quantized"
-        )
-
-
-def _model_class(raw: Mapping[str, Any]) -> Any:
-    """Return transformers' class of the model: the one that config.json names, else the first that reads text."""
-    import transformers
-
-    named = raw.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    for name in (*names, *classes_of(raw["model_type"])):
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.can_generate():
-            return found
-    raise UnsupportedError(
-        f"no class of transformers for a model of the family {raw['model_type']} reads text and returns logits"
-    )
-
-
 def _end(name: str) -> str:
     """Return the part of the name of an expert's tensor that all experts have in common."""
     return generic(name).rpartition(".experts.")[2]
@@ -743,16 +561,3 @@ def _prefixes(name: str) -> list[str]:
     """Return the names of the modules that a tensor lies in, the outermost first, and its own name."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-def _predicts(config: Mapping[str, Any]) -> bool:
-    """Return whether a config, or one within it, counts layers for multi-token prediction."""
-    counts = [value for key, value in config.items() if _PREDICTION.search(str(key)) and type(value) is int]
-    return any(counts) or any(_predicts(part) for part in config.values() if isinstance(part, dict))
-
-
-def _conversions(model: Any) -> list[Any]:
-    """Return transformers' conversions of this model's tensors; a load changes them, so that each load has its own."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return list(get_model_conversion_mapping(model))

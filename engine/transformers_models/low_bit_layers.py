@@ -33,10 +33,10 @@ def linear_matrices(checkpoint: AdaptedCheckpoint) -> dict[str, tuple[int, str]]
     modules, tied = dict(checkpoint.model.named_modules()), checkpoint.model.all_tied_weights_keys
     routers, found = tuple(f"{layer.router}." for layer in checkpoint.found.experts), {}
     for index in range(checkpoint.found.count):
-        for name in checkpoint.names_by_layer[index]:
-            target = checkpoint.targets[name]
+        for name in checkpoint.names.by_layer[index]:
+            target = checkpoint.names.targets[name]
             module = target.removesuffix(".weight")
-            is_alone = module != target and name not in checkpoint.converted and target not in tied
+            is_alone = module != target and name not in checkpoint.names.converted and target not in tied
             if is_alone and type(modules.get(module)) is nn.Linear and not f"{module}.".startswith(routers):
                 outputs, inputs = modules[module].weight.shape
                 is_small = outputs <= FEW_OUTPUTS and outputs * FEW_SHARE < inputs
@@ -51,8 +51,8 @@ def head_matrix(checkpoint: AdaptedCheckpoint) -> tuple[str, str] | None:
     module = next((name for name, each in checkpoint.model.named_modules() if each is head and head is not None), None)
     if module is None or type(head) is not nn.Linear:
         return None
-    names = [name for name in checkpoint.names_by_layer[None] if checkpoint.targets[name] == f"{module}.weight"]
-    return (names[0], module) if len(names) == 1 and names[0] not in checkpoint.converted else None
+    names = [name for name in checkpoint.names.by_layer[None] if checkpoint.names.targets[name] == f"{module}.weight"]
+    return (names[0], module) if len(names) == 1 and names[0] not in checkpoint.names.converted else None
 
 
 class LowBitLayers:

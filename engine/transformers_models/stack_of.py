@@ -21,6 +21,7 @@ from engine.errors import UnsupportedError
 from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, UP, UP_BIAS, Stack
 from engine.transformers_models.config_keys import CountKey
 from engine.transformers_models.expert_layers import FoundLayers
+from engine.transformers_models.stored_names import StoredNames
 
 SAMPLED_EXPERT = 1
 """The expert whose values are compared."""
@@ -45,7 +46,7 @@ class StoredModel(Protocol):
     @property
     def count_key(self) -> CountKey: ...
     @property
-    def targets(self) -> dict[str, str]: ...
+    def names(self) -> StoredNames: ...
     @property
     def stored_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]: ...
     @property

@@ -60,7 +60,7 @@ def expert_places(checkpoint: StoredModel) -> dict[str, Place]:
     axes = checkpoint.count_key.axes
     places: dict[str, Place] = {}
     by_target: dict[str, list[str]] = {}
-    for name, target in checkpoint.targets.items():
+    for name, target in checkpoint.names.targets.items():
         if target in axes:
             by_target.setdefault(target, []).append(name)
     for layer in checkpoint.found.experts:
@@ -85,7 +85,7 @@ def _prediction_places(checkpoint: StoredModel, places: Mapping[str, Place]) -> 
             before, _, after = name.partition(f".{last}.")
             known[after] = name, place
     found: dict[str, dict[str, str]] = {}
-    for name in shapes.keys() - checkpoint.targets.keys():
+    for name in shapes.keys() - checkpoint.names.targets.keys():
         parts = name.split(".")
         for end in range(1, len(parts)):
             after = ".".join(parts[end:])
@@ -161,7 +161,9 @@ class StoredExperts:
         first = checkpoint.found.sampled
         own = {f"{first.experts}.{each}" for each in PROJECTIONS}
         for name, place in self.places.items():
-            if checkpoint.targets.get(name) in own and not (isinstance(place, OneExpert) and place.expert != SAMPLED_EXPERT):
+            if checkpoint.names.targets.get(name) in own and not (
+                isinstance(place, OneExpert) and place.expert != SAMPLED_EXPERT
+            ):
                 samples.setdefault(generic(name), name)
         one = {key: partial(self._of_expert, name, SAMPLED_EXPERT) for key, name in samples.items()}
         counts = {layer.index: layer.count for layer in checkpoint.found.experts}
@@ -169,7 +171,7 @@ class StoredExperts:
         self._names: dict[tuple[int, int, int], tuple[str, int]] = {}
         """Tensor of each projection of an expert, by layer, expert and projection, with its place in the stack."""
         for name, place in self.places.items():
-            stack = self.stack(name) if name in checkpoint.targets else None
+            stack = self.stack(name) if name in checkpoint.names.targets else None
             experts = [place.expert] if isinstance(place, OneExpert) else range(counts[place.layer])
             for number, projection in enumerate(() if stack is None else stack.projections):
                 self._names |= {(place.layer, expert, projection): (name, number) for expert in experts}
@@ -252,7 +254,7 @@ class StoredResult:
 
     def _stack(self, name: str) -> Stack | None:
         """Return how a tensor of experts that change holds projections; None for copies, and in prediction layers."""
-        return None if self._experts is None or name not in self._checkpoint.targets else self._experts.stack(name)
+        return None if self._experts is None or name not in self._checkpoint.names.targets else self._experts.stack(name)
 
     def _add_single(self, first: str, place: OneExpert, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Add the tensors of all experts of a layer that have one suffix; first: the source's name of that of expert 0."""

@@ -48,7 +48,9 @@ def round_naively(model: Any, result: AdaptedCheckpoint, bits: int = 8) -> None:
     Rows are rounded by themselves, so that it does not matter how files hold gate and up.
     """
     modules = {layer.experts: model.get_submodule(layer.experts) for layer in result.found.experts}
-    linears = {result.targets[name] for name in result.low_bit if not result.targets[name].startswith(tuple(modules))}
+    linears = {
+        result.names.targets[name] for name in result.low_bit if not result.names.targets[name].startswith(tuple(modules))
+    }
     for name in linears:
         weight_OI = model.get_parameter(name).data
         weight_OI.copy_(naively_rounded(weight_OI, bits))

@@ -137,7 +137,7 @@ def test_stacked_weights_stay_memory_mapped(tmp_path: Path) -> None:
     checkpoint = AdaptedCheckpoint(tmp_path)
     decoder = AdaptedDecoder(checkpoint, torch.float32)
     name = f"{checkpoint.found.experts[0].experts}.down_proj"
-    assert checkpoint.targets[name] == name
+    assert checkpoint.names.targets[name] == name
     assert decoder.model.get_parameter(name).data_ptr() == checkpoint.stored_tensor(name).data_ptr()
     assert not any(parameter.is_meta for parameter in decoder.model.get_submodule(checkpoint.found.layers).parameters())
 

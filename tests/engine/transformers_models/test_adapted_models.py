@@ -44,6 +44,7 @@ from engine.transformers_models.adapted_config import adapted_config, groups_of,
 from engine.transformers_models.adapted_pass import adapted_pass
 from engine.transformers_models.expert_layers import find_layers, skeleton
 from engine.transformers_models.interface_families import interface_families
+from engine.transformers_models.stored_names import StoredNames
 
 HANDFUL = others_slow(("exaone_moe", "nemotron_h", "gemma4", "qwen3_vl_moe"), "exaone_moe", "nemotron_h", "gemma4")
 """A bias of the choice, experts without gate, probabilities in the place of logits with a scale of each expert, and a vision
@@ -308,9 +309,9 @@ def test_what_is_around_the_layers_must_be_there_after_loading(
     """Conversions with several results hide names from the check at opening; the load itself finds what is missing."""
     shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
     _changed_file(tmp_path, {"model.norm.weight": None})
-    monkeypatch.setattr(AdaptedCheckpoint, "_check_names", lambda checkpoint: None)
+    monkeypatch.setattr(StoredNames, "check", lambda names: None)
     emptied = AdaptedCheckpoint(tmp_path)
-    emptied.names_by_layer = {layer: [] for layer in range(emptied.found.count)}
+    emptied.names.by_layer = {layer: [] for layer in range(emptied.found.count)}
     with pytest.raises(CheckpointError, match="no file has a tensor of a decoder layer"):
         emptied.model_element  # noqa: B018
     with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is missing"):

@@ -83,7 +83,9 @@ def test_matrices_are_rounded_and_all_else_is_copied(made: Any) -> None:
         if not name.endswith(("_packed", "_scale", "_shape")):
             assert torch.equal(tensor, source[name])
     routers = {f"{layer.router}.weight" for layer in checkpoint.found.experts}
-    assert routers & set(checkpoint.targets.values()) <= {result.targets[name] for name in made_of if name in result.targets}
+    assert routers & set(checkpoint.names.targets.values()) <= {
+        result.names.targets[name] for name in made_of if name in result.names.targets
+    }
     per_layer = 3 if result.model.get_submodule(result.found.experts[0].experts).has_gate else 2
     experts = [name for name in result.low_bit if ".experts." in name and "shared" not in name]
     assert len(experts) == per_layer * sum(layer.count for layer in result.found.experts)
@@ -102,7 +104,7 @@ def test_a_model_keeps_its_weights_as_they_are_stored(made: Any) -> None:
     linears = [module for module in decoder.model.modules() if isinstance(module, LowBitLinear)]
     assert len(linears) == sum(".experts." not in name or "shared" in name for name in result.low_bit)
     shapes = 16 * len(result.low_bit)
-    buffers = sum(each.nbytes for name, each in decoder.model.named_buffers() if name in result.targets.values())
+    buffers = sum(each.nbytes for name, each in decoder.model.named_buffers() if name in result.names.targets.values())
     if result.directory.parent.name.startswith(("exaone", "gpt_oss")):  # no parts that text does not reach
         assert decoder.weights_bytes == result.bytes - shapes - buffers
     assert decoder.bytes_read_per_token([0.0] * len(decoder.moe_blocks)) < decoder.weights_bytes
@@ -223,7 +225,7 @@ def test_options_decide_what_is_rounded(plain: Any, tmp_path: Path) -> None:
 def test_a_missing_matrix_of_an_expert_is_named(tmp_path: Path) -> None:
     save_tiny(by_name("qwen3_vl_moe"), tmp_path / "full")
     whole = rounded(AdaptedCheckpoint(tmp_path / "full"), tmp_path / "rounded")
-    name = next(name for name, (_, expert, part) in whole.own_names.items() if (expert, part) == (3, UP))
+    name = next(name for name, (_, expert, part) in whole.names.own_names.items() if (expert, part) == (3, UP))
     weights = load_file(tmp_path / "rounded" / "model.safetensors")
     rest = {own: tensor for own, tensor in weights.items() if not own.startswith(name)}
     save_file(rest, tmp_path / "rounded" / "model.safetensors", metadata={"format": "pt"})
