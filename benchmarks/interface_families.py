@@ -60,7 +60,7 @@ def main() -> None:
     from tiny_rounding import COLUMNS as ROUNDING
     from tiny_rounding import measured_rounding
 
-    from engine.transformers_models.interface_families import interface_families
+    from engine.adapted.interface_families import interface_families
 
     families = interface_families()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from random_model import random_tensor, write_tensors, write_tokenizer
 
-from engine.transformers_models.expert_layers import skeleton
-from engine.transformers_models.interface_families import classes_of
+from engine.adapted.expert_layers import skeleton
+from engine.adapted.interface_families import classes_of
 
 FAMILY = "flex_olmo"
 """A family of plain shape: softmax over all experts, no shared expert, every layer alike."""

@@ -70,7 +70,7 @@ BENCHMARKS = (
     Benchmark("dense_speed", ("dense_speed",), ENGINE, trial=SHORT),
     Benchmark(
         *("experts_implementation", ("experts_implementation",)),
-        ("engine/kernels", "engine/decoder/experts.py", "engine/transformers_models/experts_implementation.py"),
+        ("engine/kernels", "engine/decoder/experts.py", "engine/adapted/experts_implementation.py"),
         trial=("--rounds", "1", "--layers", "1", "--shrink", "8"),
     ),
     Benchmark("decode_batches", ("decode_batches",), ENGINE, trial=("--rounds", "1", "--layers", "1", "--batches", "1,4")),
@@ -126,7 +126,7 @@ BENCHMARKS = (
         trial=("--layers", "1", "--samples", "2", "--sequence-length", "32"),
     ),
     Benchmark(
-        *("memory_limit_prune", ("memory_limit_adapted",), ("engine/transformers_models", *PRUNING)),
+        *("memory_limit_prune", ("memory_limit_adapted",), ("engine/adapted", *PRUNING)),
         arguments=("--adapted",),
         trial=("--adapted", "--layers", "1", "--samples", "2", "--sequence-length", "32"),
     ),
@@ -245,7 +245,7 @@ BENCHMARKS = (
     ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(
-        *("interface_families", ("interface_families",), ("engine/transformers_models", "compress/plans", "tests/support")),
+        *("interface_families", ("interface_families",), ("engine/adapted", "compress/plans", "tests/support")),
         trial=("--families", "exaone_moe"),
     ),
     Benchmark(

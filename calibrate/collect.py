@@ -18,6 +18,7 @@ from torch import Tensor
 
 from calibrate.similarity import alignment, linear_grams, pairwise, rbf_grams
 from calibrate.statistics import CHOSEN_TOKENS, LayerStatistics, Statistics, load_layer
+from engine.adapted.adapted_pass import visit_layers
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
@@ -27,7 +28,6 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
-from engine.transformers_models.adapted_pass import visit_layers
 
 SIMILARITY_TOKENS = 256
 """Number of sampled tokens on which every expert of every layer runs, for CKA and mean outputs.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from calibrate.ffn_inputs import FfnInputs, Text, groups_within
+from engine.adapted.adapted_pass import visit_layers
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
@@ -33,7 +34,6 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
-from engine.transformers_models.adapted_pass import visit_layers
 
 WIDEST_GRAM = 8192
 """Experts with more hidden units have a sample of tokens instead of a Gram matrix, which would have F² entries."""

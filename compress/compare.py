@@ -40,6 +40,8 @@ from compress.run.claims import claims_output
 from compress.run.losses import Losses
 from compress.run.perplexity import exported_losses, routed_losses
 from compress.tasks.run import require, run_tasks
+from engine.adapted.adapted_checkpoint import open_mixture_checkpoint
+from engine.adapted.adapted_pass import routings_of
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
 from engine.checkpoint.artifact import check_output, whole_or_nothing
@@ -55,8 +57,6 @@ from engine.generation.report import ExportedSkipCounter
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import open_exported
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
-from engine.transformers_models.adapted_pass import routings_of
 
 COMPARISON = "comparison.json"
 """The file that marks a directory as a comparison, which --overwrite may replace."""

@@ -13,6 +13,8 @@ from compress.report.figures import EvaluateFigures, TaskFigures
 from compress.run.losses import Losses
 from compress.run.perplexity import exported_losses, routed_losses
 from compress.tasks.run import require, run_tasks
+from engine.adapted.adapted_checkpoint import open_mixture_checkpoint
+from engine.adapted.adapted_pass import routings_of
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -23,8 +25,6 @@ from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
-from engine.transformers_models.adapted_pass import routings_of
 
 
 def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:

@@ -37,6 +37,7 @@ from compress.run.claims import claims_output
 from compress.run.job import Made, Run, check_plain, check_weights, open_mixture, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.kv_cache import position_bytes, state_bytes
@@ -45,7 +46,6 @@ from engine.families.tensor_names import ffn_parts
 from engine.kernels.scheme import PLAIN_BITS, Scheme
 from engine.passes.memory_need import budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 CHOICES = 2
 """How many choices are carried out and measured: by the predicted costs, and by the corrected ones."""

@@ -26,6 +26,7 @@ from compress.run.claims import claims_output
 from compress.run.job import Prepared, Run, fingerprints, open_mixture, prepare, statistics_of
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 from engine.checkpoint import remote_code
 from engine.checkpoint.artifact import FILE_NAME, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import Checkpoint
@@ -41,7 +42,6 @@ from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, PAGE_BYTES, Sha
 from engine.generation.report import peak_memory_bytes
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 LayoutRun = Run[LayoutOptions, Prepared]
 _TINY_BYTES = 64  # shapes, and scales of whole matrices

@@ -39,6 +39,9 @@ from compress.run.job import Made, Run, check_plain, check_weights, open_mixture
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.adapted.layer_sizes import LayerSize, sizes_of
+from engine.adapted.stored_experts import expert_places
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
@@ -47,9 +50,6 @@ from engine.files.json_file import load_json
 from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
-from engine.transformers_models.layer_sizes import LayerSize, sizes_of
-from engine.transformers_models.stored_experts import expert_places
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from compress.run.claims import claims_output
 from compress.run.job import Made, Prepared, Run, check_plain, check_weights, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import load_skip_tables
 from engine.errors import OptionError
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
 
 QuantizeRun = Run[QuantizeOptions, Prepared]
 NEED_OWN_DECODER = {

@@ -12,6 +12,7 @@ from compress.options.calibrate import CalibrateOptions
 from compress.run.claims import claiming
 from compress.run.job import check_weights
 from compress.run.work_directory import WorkDirectory
+from engine.adapted.adapted_checkpoint import open_mixture_checkpoint
 from engine.checkpoint.artifact import check_file_output
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -20,7 +21,6 @@ from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
 
 
 def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progress) -> dict[str, Any]:

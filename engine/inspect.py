@@ -52,7 +52,7 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
 def _opened(directory: Path, header_only: frozenset[str] = frozenset()) -> Checkpoint:
     """Return a decoder's checkpoint; transformers builds those of families that it runs."""
     if directory.is_dir() and runs_through_transformers(load_json(directory / "config.json", "model config")):
-        from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint  # here: it imports torch
+        from engine.adapted.adapted_checkpoint import AdaptedCheckpoint  # here: it imports torch
 
         return AdaptedCheckpoint(directory, header_only)
     return Checkpoint(directory, header_only)

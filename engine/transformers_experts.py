@@ -7,7 +7,7 @@
 `NAME` is "moe-compress". `model.set_experts_implementation(NAME)` works too.
 """
 
-from engine.transformers_models.experts_implementation import NAME, register
+from engine.adapted.experts_implementation import NAME, register
 
 __all__ = ["NAME", "register"]
 

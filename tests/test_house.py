@@ -25,6 +25,7 @@ ENGINE = (
     "decoder",
     "passes",
     "transformers_models",
+    "adapted",
     "onnx",
     "expert_cache",
     "generation",

@@ -81,7 +81,7 @@ def test_commands_import_what_they_use(command: tuple[str, ...], allowed: frozen
         ("engine.checkpoint.tokenizer", "torch"),
         ("engine.generation.generate", "transformers"),
         ("engine.server.serve", "transformers"),
-        ("engine.transformers_models.experts_implementation", "transformers"),
+        ("engine.adapted.experts_implementation", "transformers"),
         ("compress.prune", "scipy"),
         ("compress.compare", "jinja2"),
     ],

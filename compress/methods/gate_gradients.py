@@ -25,6 +25,7 @@ from compress.cost.phases import PassCosts, Phase
 from compress.methods.inputs import MethodRun
 from compress.options.prune import PruneOptions
 from compress.training.losses import logits_of, next_token_loss
+from engine.adapted.adapted_gradients import layerwise_decoder
 from engine.decoder.model import capped
 from engine.decoder.routing import Gated, Routing
 from engine.errors import DataError
@@ -36,7 +37,6 @@ from engine.passes.layerwise import AnyDecoder, Head, LayerwiseDecoder, Loss, Ro
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
 from engine.passes.streaming import chunk_tokens
-from engine.transformers_models.adapted_gradients import layerwise_decoder
 
 SAVE_EVERY_SECONDS = 20.0
 

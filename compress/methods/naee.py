@@ -13,7 +13,7 @@ G_t holds the inner products of the token's expert outputs. A subset therefore c
 whatever the hidden size, and T · N² numbers are held instead of T · N · D.
 
 Where transformers runs the layers, the family's own router chooses among the experts of a subset
-(engine/transformers_models/subset_router.py).
+(engine/adapted/subset_router.py).
 
 Several processes share the text. Each holds the sampled tokens of its own sequences, and losses are summed over all.
 
@@ -40,6 +40,10 @@ from compress.options.plan_run import RunOptions
 from compress.options.prune import SUBSET_LIMIT, PruneOptions
 from compress.plans.plan import Plan
 from compress.report.figures import SearchFigures
+from engine.adapted.adapted_block import AdaptedBlock
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_pass import visit_layers
+from engine.adapted.subset_router import SubsetChoice, SubsetRouters
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
@@ -50,10 +54,6 @@ from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
-from engine.transformers_models.adapted_block import AdaptedBlock
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_pass import visit_layers
-from engine.transformers_models.subset_router import SubsetChoice, SubsetRouters
 
 SAMPLE_TOKENS = 4096
 """Number of calibration tokens, drawn at random, on whose layer inputs subsets are compared."""

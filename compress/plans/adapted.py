@@ -18,16 +18,16 @@ from compress.plans.plan import Plan, check_plan, expert_width
 from compress.plans.releasing import ReleasingSource
 from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.expert_layers import projection_names
+from engine.adapted.layer_sizes import BLOCKS_KEY, LayerSize, Sizes
+from engine.adapted.stored_experts import ResultLayer, StoredResult, expert_places
 from engine.checkpoint import family_code
 from engine.errors import PlanError, UnsupportedError
 from engine.families.experts import DOWN
 from engine.families.tensor_names import expert_tensor
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.expert_layers import projection_names
-from engine.transformers_models.layer_sizes import BLOCKS_KEY, LayerSize, Sizes
-from engine.transformers_models.stored_experts import ResultLayer, StoredResult, expert_places
 
 
 def check_fits_adapted(plan: Plan, checkpoint: AdaptedCheckpoint) -> None:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from compress.options.quantize import HEAD, QuantiserOptions
 from compress.rounding.quantizer import Quantiser
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.low_bit_layers import head_matrix, linear_matrices
+from engine.adapted.low_bit_weights import expert_matrix
+from engine.adapted.stored_experts import Layout, StoredResult
 from engine.checkpoint.pack_quantized import CONFIG_KEY, config_of, layout_of, tensors_of
 from engine.errors import OptionError
 from engine.families.experts import DOWN
 from engine.families.tensor_names import expert_tensor
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.low_bit_layers import head_matrix, linear_matrices
-from engine.transformers_models.low_bit_weights import expert_matrix
-from engine.transformers_models.stored_experts import Layout, StoredResult
 
 Widths = Mapping[int, Sequence[int]]
 """Number of hidden units of each expert of a result, by decoder layer index."""

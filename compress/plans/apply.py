@@ -21,6 +21,7 @@ from compress.plans.prediction_layers import PredictionTensor, kept_prediction
 from compress.plans.releasing import ReleasingSource
 from compress.plans.selection import moe_configs
 from compress.rounding.quantizer import Quantiser
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
 from engine.checkpoint.mxfp4 import BLOCKS, METHOD, POWERS
@@ -55,7 +56,6 @@ from engine.files.mapped_file import RELEASE_EVERY_BYTES
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
 from engine.kernels.scheme import Scheme
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:

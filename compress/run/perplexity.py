@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compress.run.losses import Losses
 from compress.run.work_directory import read_value, write_value
+from engine.adapted.adapted_pass import negative_log_likelihood
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.decoder.experts import MoeBlock
@@ -25,7 +26,6 @@ from engine.onnx.runtime import OnnxDecoder
 from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import Visit
-from engine.transformers_models.adapted_pass import negative_log_likelihood
 
 PIECE = 512
 """Number of positions whose logits an exported model computes at a time."""

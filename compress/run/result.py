@@ -31,6 +31,7 @@ from compress.report.pictures import Pictured, draw, kept_experts, unit_shares
 from compress.run.job import AnyRun, HeldOut, Made, fingerprints, held_out
 from compress.run.losses import Losses
 from compress.run.work_directory import WorkDirectory
+from engine.adapted.adapted_checkpoint import open_mixture_checkpoint
 from engine.checkpoint.artifact import (
     check_checksums,
     check_file_output,
@@ -48,7 +49,6 @@ from engine.files.gguf_file import SUFFIX, check_name
 from engine.files.json_file import replacing, write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
-from engine.transformers_models.adapted_checkpoint import open_mixture_checkpoint
 
 SKIP_TABLE_SEQUENCES = 16
 """Number of sequences on which the result's own skip tables are measured."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from engine.adapted.adapted_decoder import AdaptedCache, AdaptedDecoder
 from engine.batching.request_state import RequestState
 from engine.batching.sequence_runner import SequenceRunner
 from engine.batching.token_skipping import TokenSkipping
 from engine.generation.generate import Engine, torch_products
-from engine.transformers_models.adapted_decoder import AdaptedCache, AdaptedDecoder
 
 
 class AdaptedRunner(SequenceRunner[AdaptedCache]):

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.adapted.adapted_decoder import AdaptedDecoder
 from engine.batching.adapted_runner import AdaptedRunner
 from engine.batching.disk_blocks import DiskBlocks, disk_blocks
 from engine.batching.disk_cache import DiskCache
@@ -33,7 +34,6 @@ from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.sampling import NOT_FINITE
 from engine.onnx.runtime import OnnxDecoder
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
 
 
 class Runner(Protocol):

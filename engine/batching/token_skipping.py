@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.adapted.adapted_decoder import AdaptedDecoder
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Skipping
@@ -15,7 +16,6 @@ from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.report import SkipCounter
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
 
 
 class TokenSkipping:

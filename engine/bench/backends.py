@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.adapted.adapted_decoder import cached_tensors
 from engine.bench.options import BACKEND_NAMES
 from engine.checkpoint.model_directory import resolve
 from engine.errors import OptionError
@@ -31,8 +33,6 @@ from engine.generation.report import memory_split, peak_memory_bytes
 from engine.generation.worker import Answer, Spec, serve_requests
 from engine.kernels.devices import SHAPES_KEPT, resolve_device, set_threads
 from engine.onnx.runtime import backend_of
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
-from engine.transformers_models.adapted_decoder import cached_tensors
 from engine.transformers_models.transformers_model import load_decoder
 
 KINDS = ("pp", "tg")

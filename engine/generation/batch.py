@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.adapted.adapted_decoder import AdaptedCache
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
@@ -23,7 +24,6 @@ from engine.generation.sampling import penalised_rows, sample
 from engine.generation.speculative import DraftReader, Reader, Speculation
 from engine.generation.text_stream import TextStream
 from engine.kernels.kernel_choice import KernelChoice
-from engine.transformers_models.adapted_decoder import AdaptedCache
 
 Cache = KeyValueCache | AdaptedCache
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.adapted.adapted_decoder import AdaptedDecoder
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import check_same_tokens
 from engine.decoder.kv_cache import KV_CACHE_DTYPES
@@ -13,8 +15,6 @@ from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.generation.prediction_draft import check_predicts
 from engine.onnx.runtime import backend_of
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

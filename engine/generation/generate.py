@@ -19,6 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from engine.adapted.adapted_checkpoint import (
+    AdaptedCheckpoint,
+    open_image_checkpoint,
+    open_mixture_checkpoint,
+)
+from engine.adapted.adapted_decoder import AdaptedDecoder
+from engine.adapted.adapted_pass import routings_of
 from engine.checkpoint.artifact import compare_checksums
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
@@ -55,13 +62,6 @@ from engine.kernels.kernel_choice import (
 )
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_checkpoint import (
-    AdaptedCheckpoint,
-    open_image_checkpoint,
-    open_mixture_checkpoint,
-)
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
-from engine.transformers_models.adapted_pass import routings_of
 from engine.transformers_models.image_reader import ImagePrompt, ImageReader, check_vision
 
 GREEDY = SamplingOptions()

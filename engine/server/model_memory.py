@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_image_checkpoint, open_mixture_checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.generation.checks import resolve_dtype, resolve_kv_cache_dtype
 from engine.onnx.runtime import backend_of
 from engine.server.options import ServeOptions
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_image_checkpoint, open_mixture_checkpoint
 
 SMALL_CACHE = 1 << 30
 """Size in bytes up to which one sequence's cache is allocated, regardless of free memory."""

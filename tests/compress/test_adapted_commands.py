@@ -34,13 +34,13 @@ from compress.plans.selection import Budget, groups_of
 from compress.prune import checked_budget, prepare_pruning, prune
 from compress.report.diep_scores import load_scores
 from compress.statistics_file import calibrate_to_file
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_gradients import AdaptedLayerwiseDecoder
 from engine.bench.backends import BACKENDS, BenchCase, BenchSpec, run_case
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.generation.generate import Engine
 from engine.inspect import inspect
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
 TEXT = CalibrationOptions(data="stdlib", samples=3, sequence_length=24, evaluation_samples=2)
 

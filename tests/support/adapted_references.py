@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.expert_layers import replaced_forwards
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.expert_layers import replaced_forwards
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from compress.methods.diep import DiepState, SearchInputs, full_hidden_states, gradients, new_state
 from compress.options.prune import DiepOptions
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.expert_layers import replaced_forwards
 from engine.passes.layerwise import AnyDecoder
 from engine.passes.memory_budget import MemoryBudget
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.expert_layers import replaced_forwards
 
 RELAXATIONS = ("paper", "routed", "gated")
 

@@ -24,15 +24,15 @@ from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from compress.plans.selection import moe_configs
 from compress.plans.unit_selection import units_plan
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_gradients import AdaptedLayerwiseDecoder
+from engine.adapted.adapted_pass import adapted_pass
+from engine.adapted.expert_layers import replaced_forwards
+from engine.adapted.interface_families import Family, interface_families
+from engine.adapted.layer_sizes import BLOCKS_KEY
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import UnsupportedError
 from engine.passes.memory_budget import MemoryBudget
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
-from engine.transformers_models.adapted_pass import adapted_pass
-from engine.transformers_models.expert_layers import replaced_forwards
-from engine.transformers_models.interface_families import Family, interface_families
-from engine.transformers_models.layer_sizes import BLOCKS_KEY
 from engine.transformers_models.transformers_model import quiet_transformers
 
 LAYERS, EXPERTS, VOCABULARY = 4, 8, 96

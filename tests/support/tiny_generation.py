@@ -12,13 +12,13 @@ import torch
 from tiny_families import TOKENS_SL, difference, logits_of, save_tiny
 from torch import Tensor, nn
 
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_decoder import AdaptedDecoder
+from engine.adapted.expert_layers import replaced_forwards
+from engine.adapted.interface_families import Family
 from engine.decoder.model import routed_by
 from engine.decoder.skip_tables import SkipTables, skipping_routings
 from engine.errors import UnsupportedError
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
-from engine.transformers_models.expert_layers import replaced_forwards
-from engine.transformers_models.interface_families import Family
 from engine.transformers_models.transformers_model import quiet_transformers
 
 COLUMNS = ("generated", "skipping")

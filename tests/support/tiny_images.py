@@ -20,7 +20,7 @@ from tiny_families import save_random, tiny_config
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from torch import Tensor
 
-from engine.transformers_models.interface_families import Family
+from engine.adapted.interface_families import Family
 
 TOKENS = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>", "video_token": "<|video|>"}
 """Special tokens by the names that processors ask a tokenizer for. Their ids follow those of the bytes. Some models tell

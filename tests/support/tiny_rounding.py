@@ -13,10 +13,10 @@ from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply
 from compress.plans.plan import same_plan
 from compress.rounding.quantizer import Quantiser
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_decoder import AdaptedDecoder
+from engine.adapted.interface_families import Family
 from engine.errors import CompressError
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
-from engine.transformers_models.interface_families import Family
 
 COLUMNS = ("8 bits",)
 GROUP = 16

@@ -12,13 +12,13 @@ from tiny_families import TOKENS_SL, by_name, save_tiny
 
 from compress.methods.diep import search
 from compress.options.prune import DiepOptions
+from engine.adapted.adapted_block import AdaptedBlock
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_gradients import AdaptedLayerwiseDecoder
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.errors import UnsupportedError
 from engine.passes.memory_budget import MemoryBudget
-from engine.transformers_models.adapted_block import AdaptedBlock
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
 NATIVE = others_slow(("qwen3_moe", "gpt_oss", "minimax_m2"), "qwen3_moe")
 """Softmax; biases of logits and of experts; and sigmoid scores with a bias of the choice."""
@@ -72,7 +72,7 @@ def test_routers_that_cannot_take_other_logits_are_refused_by_name(tmp_path: Pat
     save_tiny(by_name("exaone_moe"), tmp_path)
     decoder, before = AdaptedLayerwiseDecoder(AdaptedCheckpoint(tmp_path), torch.float32), AdaptedBlock._run_experts
     with monkeypatch.context() as patched:
-        patched.setattr("engine.transformers_models.adapted_block._PRODUCTS", ())
+        patched.setattr("engine.adapted.adapted_block._PRODUCTS", ())
         with pytest.raises(UnsupportedError, match=r"the logits of model\.layers\.1\.mlp\.\w+ are not one product"):
             gradients_of_steps(decoder, TOKENS_SL, "routed", MemoryBudget())
     monkeypatch.setattr(

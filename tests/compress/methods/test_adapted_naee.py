@@ -13,8 +13,8 @@ from tiny_families import TOKENS_SL, by_name, logits_of, masked, save_tiny
 from torch import Tensor, nn
 
 from compress.methods.naee import SubsetLosses, SubsetSearch, best_subset, naee
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
 from engine.passes.memory_budget import MemoryBudget
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
 FAMILIES = others_slow(("exaone_moe", "minimax_m2", "qwen3_moe", "zaya", "gpt_oss"), "minimax_m2")
 """A bias of the choice, also outside of the router; softmax; states between routers and a slot that may be empty; a bias of

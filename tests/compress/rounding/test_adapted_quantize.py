@@ -21,11 +21,11 @@ from compress.options.quantize import QuantiserOptions, QuantizeOptions
 from compress.plans.selection import Budget
 from compress.prune import prune
 from compress.quantize import quantize
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
 from engine.bench.backends import BACKENDS, BenchSpec
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.errors import CompressError
 from engine.generation.generate import Engine
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
 TEXT = CalibrationOptions(data="stdlib", samples=2, sequence_length=16, evaluation_samples=2)
 BLIND = replace(TEXT, evaluation_samples=0)

@@ -20,6 +20,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
 from engine.batching.loop import EngineLoop
 from engine.batching.request import Request
 from engine.checkpoint.skip_table_file import FILE_NAME
@@ -27,7 +28,6 @@ from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.server.grammars import regex_grammar
 from engine.server.server import Service, State
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
 
 FAMILIES = others_slow(("exaone_moe", "nemotron_h", "kimi_linear"), "nemotron_h")
 PROMPTS = ["def read(path):", "x", "class A(object):"]

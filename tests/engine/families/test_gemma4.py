@@ -20,6 +20,8 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 from calibrate.collect import collect
 from compress.methods.gate_gradients import gate_gradients
 from compress.training.losses import next_token_loss
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.adapted.adapted_gradients import AdaptedLayerwiseDecoder
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.kv_cache import KeyValueCache, position_bytes
 from engine.decoder.model import embedded, positions_for
@@ -31,8 +33,6 @@ from engine.families.resolve import decoder_config
 from engine.files.json_file import load_json
 from engine.inspect import inspect
 from engine.passes.layerwise import LayerwiseDecoder
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
-from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
 TEXT = [*CALIBRATION, "--evaluation-samples", "2"]
 LINEAR_ROTATION = {

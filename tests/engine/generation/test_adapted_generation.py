@@ -14,13 +14,13 @@ from tiny_generation import measured_running
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_decoder import AdaptedDecoder
+from engine.adapted.interface_families import interface_families
 from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
 from engine.generation.sampling import sample
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
-from engine.transformers_models.interface_families import interface_families
 
 FAMILIES = others_slow(
     ("exaone_moe", "nemotron_h", "kimi_linear", "qwen3_vl_moe", "zaya"), "exaone_moe", "nemotron_h", "kimi_linear"

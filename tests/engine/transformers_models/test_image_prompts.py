@@ -15,10 +15,10 @@ from tiny_families import by_name, difference, save_tiny
 from tiny_images import FAMILIES, IMAGE, asked, picture, reference_inputs, reference_tokens, save_images
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
+from engine.adapted.adapted_decoder import AdaptedDecoder
 from engine.batching.request import Request
 from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
 from engine.generation.generate import Engine
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
 from engine.transformers_models.image_reader import ImageReader
 
 NEW = 10

@@ -28,12 +28,12 @@ from tiny_families import (
 
 from compress.plans.apply import apply
 from compress.plans.unit_selection import units_plan
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_decoder import AdaptedDecoder
+from engine.adapted.config_keys import WidthKey
 from engine.checkpoint import family_code
 from engine.checkpoint.remote_code import check_loadable, is_ours
 from engine.errors import CheckpointError, OptionError, UnsupportedError
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
-from engine.transformers_models.config_keys import WidthKey
 from engine.transformers_models.transformers_model import load_decoder
 
 pytestmark = pytest.mark.usefixtures("modules_cache")

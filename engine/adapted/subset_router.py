@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from engine.adapted.adapted_block import AdaptedBlock, OwnRouting
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.config_keys import ExpertAxis
+from engine.adapted.layer_sizes import plain_config
 from engine.decoder.routing import NO_EXPERT, Selection
-from engine.transformers_models.adapted_block import AdaptedBlock, OwnRouting
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.config_keys import ExpertAxis
-from engine.transformers_models.layer_sizes import plain_config
 
 
 class SubsetRouters:

@@ -32,12 +32,12 @@ from torch import Tensor
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from compress.plans.unit_selection import units_plan
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_decoder import AdaptedDecoder
+from engine.adapted.layer_sizes import LayerSize
 from engine.checkpoint import family_code
 from engine.checkpoint.remote_code import check_loadable, is_ours
 from engine.errors import CheckpointError, OptionError, UnsupportedError
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
-from engine.transformers_models.layer_sizes import LayerSize
 from engine.transformers_models.transformers_model import load_decoder
 
 pytestmark = pytest.mark.usefixtures("modules_cache")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.adapted.expert_layers import ExpertLayer
 from engine.checkpoint.pack_quantized import PACKED, SCALE, SHAPE, QuantizedView
 from engine.families.experts import DOWN, GATE, PROJECTIONS, UP
 from engine.files.mapped_file import MappedFile
@@ -22,7 +23,6 @@ from engine.kernels.kernel_choice import KernelChoice
 from engine.kernels.linear import linear, linears
 from engine.kernels.quantized_weight import QuantizedWeight
 from engine.kernels.scheme import WHOLE_ROW, Scheme
-from engine.transformers_models.expert_layers import ExpertLayer
 
 _WORD_BITS = 32
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.low_bit_weights import LowBitLinear, stack_low_bit
 from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError
 from engine.families.tensor_names import NEVER_ROUNDED
 from engine.kernels.kernel_choice import KernelChoice
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.low_bit_weights import LowBitLinear, stack_low_bit
 
 FEW_OUTPUTS, FEW_SHARE = 64, 4
 """A matrix with at most so many outputs, and less than this part of its inputs, is never rounded: it gives a few numbers for

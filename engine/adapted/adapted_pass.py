@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.adapted.adapted_block import AdaptedBlock
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.expert_layers import move_buffers, replaced_forwards, seen_before_head
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import DecoderLayer, own_routings
 from engine.decoder.routing import Routing
 from engine.errors import UnsupportedError
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import Visit, chunk_tokens, stream_layers, stream_negative_log_likelihood
-from engine.transformers_models.adapted_block import AdaptedBlock
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.expert_layers import move_buffers, replaced_forwards, seen_before_head
 from engine.transformers_models.transformers_model import quiet_transformers
 
 MOST_LOGITS = 1 << 26

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from engine.adapted.expert_layers import ExpertLayer, FoundLayers
 from engine.errors import UnsupportedError
 from engine.families.architecture import Architecture
 from engine.families.config import DecoderConfig
@@ -17,7 +18,6 @@ from engine.families.experts import ExpertNames, Experts, transposed_stacks
 from engine.families.layer_config import LayerConfig, MoeConfig, Multipliers
 from engine.families.router import TopK
 from engine.families.values import positive
-from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers
 
 _BIASES = ExpertNames(stacks=transposed_stacks(biases=True))
 _REASON = "transformers runs its decoder here"

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-from engine.families.layer_config import GatedGelu
-from engine.kernels.kernel_choice import KernelChoice
-from engine.transformers_experts import NAME
-from engine.transformers_models import experts_implementation
-from engine.transformers_models.experts_implementation import (
+from engine.adapted import experts_implementation
+from engine.adapted.experts_implementation import (
     FEW_ROWS,
     StackedExperts,
     compiled_gate,
     experts_forward,
     obstacle,
 )
+from engine.families.layer_config import GatedGelu
+from engine.kernels.kernel_choice import KernelChoice
+from engine.transformers_experts import NAME
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.adapted.config_keys import CountKey
+from engine.adapted.expert_layers import FoundLayers
+from engine.adapted.stored_names import StoredNames
 from engine.checkpoint.stacks import joined
 from engine.errors import UnsupportedError
 from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, UP, UP_BIAS, Stack
-from engine.transformers_models.config_keys import CountKey
-from engine.transformers_models.expert_layers import FoundLayers
-from engine.transformers_models.stored_names import StoredNames
 
 SAMPLED_EXPERT = 1
 """The expert whose values are compared."""

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.adapted.config_keys import CountKey, WidthKey
+from engine.adapted.expert_layers import FoundLayers, unit_axes
 from engine.checkpoint.family_code import PLACES_KEY, WIDTH_PLACE, auto_map
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.block_configs import WIDTH_KEY, block_config, block_config_counts, block_config_widths
 from engine.files.json_file import shown
-from engine.transformers_models.config_keys import CountKey, WidthKey
-from engine.transformers_models.expert_layers import FoundLayers, unit_axes
 
 BLOCKS_KEY = "block_configs"
 OWN_KEYS = (BLOCKS_KEY, PLACES_KEY, "auto_map")

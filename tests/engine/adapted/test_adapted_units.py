@@ -20,9 +20,9 @@ from compress.methods.unit_fisher import unit_gradients
 from compress.plans.apply import apply
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, kept_expert
 from compress.plans.unit_selection import units_plan
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
-from engine.transformers_models.expert_layers import PROJECTIONS
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_gradients import AdaptedLayerwiseDecoder
+from engine.adapted.expert_layers import PROJECTIONS
 
 LAYOUTS = others_slow(("exaone_moe", "gpt_oss", "nemotron_h", "qwen3_vl_moe"), "exaone_moe", "gpt_oss")
 """Experts one by one beside a shared expert whose width is a multiple of theirs; gate and up in turn with biases,

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.adapted.low_bit_weights import LowBitStack
 from engine.decoder.experts import gated, grouped, sparse
 from engine.decoder.routing import NO_EXPERT, Selection
 from engine.errors import UnsupportedError
@@ -34,7 +35,6 @@ from engine.families.layer_config import Activation, ClampedSwiglu, GatedGelu
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice, is_served, prepare_decoding
 from engine.kernels.linear import as_bfloat16, expert_form, linear, places_of, serves_rows, transposed_linear
 from engine.kernels.quantized_weight import LowBitWeight, Weight
-from engine.transformers_models.low_bit_weights import LowBitStack
 
 NAME = "moe-compress"
 """Name of the implementation, for `experts_implementation=` of transformers."""

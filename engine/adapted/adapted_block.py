@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.adapted.expert_layers import ExpertLayer, is_routing, replaced_forwards
+from engine.adapted.experts_implementation import StackedExperts, experts_forward
 from engine.decoder.experts import MoeBlock, grouped, route_through
 from engine.decoder.routing import NO_EXPERT, Gate, Selection, ShiftedLogits, Skipping, select, sigmoid_shares, softmax
 from engine.errors import UnsupportedError
 from engine.kernels.kernel_choice import TORCH, KernelChoice
-from engine.transformers_models.expert_layers import ExpertLayer, is_routing, replaced_forwards
-from engine.transformers_models.experts_implementation import StackedExperts, experts_forward
 
 _OWN_ERROR = 1e-4
 """Relative error of this module's functions of logits: those of transformers round elsewhere."""

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from engine.adapted.adapted_block import AdaptedBlock
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, sweep_tokens
+from engine.adapted.adapted_pass import Call, Pass, adapted_pass, check_over, held_layer, run_call, running
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.passes import heap
 from engine.passes.activations import Activations, closed_on_error
 from engine.passes.layerwise import BackwardPass, LayerwiseDecoder, Loss
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
-from engine.transformers_models.adapted_block import AdaptedBlock
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, sweep_tokens
-from engine.transformers_models.adapted_pass import Call, Pass, adapted_pass, check_over, held_layer, run_call, running
 
 
 class _Logits(NamedTuple):

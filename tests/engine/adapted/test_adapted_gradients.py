@@ -14,9 +14,9 @@ from torch import Tensor
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_gradients import gate_gradients
 from compress.methods.gate_taylor import taylor_scores
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_gradients import AdaptedLayerwiseDecoder
 from engine.passes.memory_budget import MemoryBudget
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_gradients import AdaptedLayerwiseDecoder
 
 ROUTERS = others_slow(("exaone_moe", "gemma4", "gpt_oss", "hy_v4"), "exaone_moe", "gemma4")
 """Sigmoid scores with a bias of the choice; softmax with a scale of each expert; biases of stacked, transposed experts; and

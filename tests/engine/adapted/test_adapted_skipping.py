@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from compress.run.perplexity import routed_losses
+from engine.adapted.adapted_block import _normalises
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_pass import routings_of
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.skip_tables import SkipTables, skipping_routings
 from engine.generation.generate import Engine
-from engine.transformers_models.adapted_block import _normalises
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_pass import routings_of
 
 CASES = others_slow(("exaone_moe", "exaone_moe without sums", "nemotron_h"), "exaone_moe", "exaone_moe without sums")
 """Families, one of them also with weights that do not sum to one number."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engine.adapted.interface_families import classes_of, has_interface
 from engine.checkpoint.pack_quantized import CONFIG_KEY, schemes_of
 from engine.errors import UnsupportedError
 from engine.families.table import ARCHITECTURES
 from engine.files.json_file import shown
-from engine.transformers_models.interface_families import classes_of, has_interface
 
 
 def check_known(raw: Mapping[str, Any]) -> None:

@@ -16,6 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.adapted.adapted_block import OwnRouting
+from engine.adapted.adapted_config import adapted_config, text_path
+from engine.adapted.config_keys import CountKey, WidthKey, find_count_key, find_width_key
+from engine.adapted.expert_layers import FoundLayers, check_states, find_layers, skeleton
+from engine.adapted.experts_implementation import StackedExperts
+from engine.adapted.known_models import check_known, model_class_of
+from engine.adapted.layer_sizes import (
+    BLOCKS_KEY,
+    OWN_KEYS,
+    SizeKeys,
+    Sizes,
+    check_built,
+    plain_config,
+    said_sizes,
+    with_sizes,
+)
+from engine.adapted.low_bit_weights import (
+    dense_experts,
+    low_bit_views,
+)
+from engine.adapted.stack_of import generic
+from engine.adapted.stored_experts import StoredExperts
+from engine.adapted.stored_names import StoredNames, conversions_of
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import Checkpoint, prediction_rule
 from engine.checkpoint.family_code import PLACES_KEY, own_class
@@ -36,30 +59,7 @@ from engine.files.safetensors_file import open_shards
 from engine.kernels.scheme import Scheme
 from engine.passes import heap
 from engine.passes.layerwise import SWEEP_TOKENS
-from engine.transformers_models.adapted_block import OwnRouting
-from engine.transformers_models.adapted_config import adapted_config, text_path
-from engine.transformers_models.config_keys import CountKey, WidthKey, find_count_key, find_width_key
-from engine.transformers_models.expert_layers import FoundLayers, check_states, find_layers, skeleton
-from engine.transformers_models.experts_implementation import StackedExperts
 from engine.transformers_models.image_reader import check_vision
-from engine.transformers_models.known_models import check_known, model_class_of
-from engine.transformers_models.layer_sizes import (
-    BLOCKS_KEY,
-    OWN_KEYS,
-    SizeKeys,
-    Sizes,
-    check_built,
-    plain_config,
-    said_sizes,
-    with_sizes,
-)
-from engine.transformers_models.low_bit_weights import (
-    dense_experts,
-    low_bit_views,
-)
-from engine.transformers_models.stack_of import generic
-from engine.transformers_models.stored_experts import StoredExperts
-from engine.transformers_models.stored_names import StoredNames, conversions_of
 from engine.transformers_models.transformers_model import quiet_transformers
 
 SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20

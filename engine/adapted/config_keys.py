@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.adapted.expert_layers import FoundLayers, projection_names
 from engine.errors import UnsupportedError
-from engine.transformers_models.expert_layers import FoundLayers, projection_names
 
 Build = Callable[[Mapping[str, Any]], Any]
 """Function that returns the model of a config.json without weights."""

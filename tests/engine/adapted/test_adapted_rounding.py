@@ -31,16 +31,16 @@ from compress.options.quantize import QuantiserOptions
 from compress.plans.adapted_rounding import check_rounding
 from compress.plans.apply import apply
 from compress.plans.plan import Plan, narrowed_expert, pruning_plan
+from engine.adapted import experts_implementation
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.adapted_decoder import AdaptedDecoder
+from engine.adapted.experts_implementation import StackedExperts, experts_forward
+from engine.adapted.interface_families import interface_families
+from engine.adapted.low_bit_weights import LowBitLinear, LowBitStack, stack_low_bit
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.families.experts import UP
 from engine.kernels.quantized_weight import quantise
 from engine.kernels.scheme import WHOLE_ROW
-from engine.transformers_models import experts_implementation
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.adapted_decoder import AdaptedDecoder
-from engine.transformers_models.experts_implementation import StackedExperts, experts_forward
-from engine.transformers_models.interface_families import interface_families
-from engine.transformers_models.low_bit_weights import LowBitLinear, LowBitStack, stack_low_bit
 
 LAYOUTS = others_slow(("exaone_moe", "gpt_oss", "nemotron_h", "qwen3_vl_moe", "flex_olmo"), "exaone_moe", "gpt_oss")
 """Experts one by one; stacked, with gate and up in turn, biases and transposed weights; without gate; stacked beside a

@@ -13,14 +13,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from engine.adapted.expert_layers import ExpertLayer, FoundLayers
+from engine.adapted.low_bit_weights import expert_matrices, expert_matrix, first_name
 from engine.checkpoint.pack_quantized import PACKED, QuantizedView
 from engine.checkpoint.stored_views import SAME_MODEL
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.experts import DOWN, GATE, UP
 from engine.files.element_type import ElementType
 from engine.files.safetensors_file import SafetensorsFile
-from engine.transformers_models.expert_layers import ExpertLayer, FoundLayers
-from engine.transformers_models.low_bit_weights import expert_matrices, expert_matrix, first_name
 
 _PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
 """Config keys of the number of layers for multi-token prediction."""

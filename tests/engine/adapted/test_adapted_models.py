@@ -33,18 +33,18 @@ from transformers import Qwen3MoeForCausalLM
 from calibrate.collect import collect
 from compress.plans.apply import apply
 from compress.plans.plan import Plan, Source, kept_expert, narrowed_expert, pruning_plan
+from engine.adapted.adapted_block import OwnRouting
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
+from engine.adapted.adapted_config import adapted_config, groups_of, least_experts
+from engine.adapted.adapted_pass import adapted_pass
+from engine.adapted.expert_layers import find_layers, skeleton
+from engine.adapted.interface_families import interface_families
+from engine.adapted.stored_names import StoredNames
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.routing import NO_EXPERT, Gated, Selection, probabilities
 from engine.errors import CheckpointError, CompressError, OptionError, PlanError, UnsupportedError
 from engine.families.table import ARCHITECTURES
 from engine.passes.memory_need import MemoryDemand, budget_for
-from engine.transformers_models.adapted_block import OwnRouting
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint, open_mixture_checkpoint
-from engine.transformers_models.adapted_config import adapted_config, groups_of, least_experts
-from engine.transformers_models.adapted_pass import adapted_pass
-from engine.transformers_models.expert_layers import find_layers, skeleton
-from engine.transformers_models.interface_families import interface_families
-from engine.transformers_models.stored_names import StoredNames
 
 HANDFUL = others_slow(("exaone_moe", "nemotron_h", "gemma4", "qwen3_vl_moe"), "exaone_moe", "nemotron_h", "gemma4")
 """A bias of the choice, experts without gate, probabilities in the place of logits with a scale of each expert, and a vision

@@ -19,12 +19,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.adapted.config_keys import ExpertAxis
+from engine.adapted.expert_layers import PROJECTIONS
+from engine.adapted.stack_of import SAMPLED_EXPERT, StoredModel, generic, stacks_of
 from engine.checkpoint.stacks import joined, taken
 from engine.errors import UnsupportedError
 from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, UP, Stack
-from engine.transformers_models.config_keys import ExpertAxis
-from engine.transformers_models.expert_layers import PROJECTIONS
-from engine.transformers_models.stack_of import SAMPLED_EXPERT, StoredModel, generic, stacks_of
 
 _PIECE_BYTES = 64 << 20
 

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.adapted.adapted_block import KernelBlock
+from engine.adapted.adapted_checkpoint import AdaptedCheckpoint
+from engine.adapted.expert_layers import probe, replaced_forwards, same_shape
+from engine.adapted.experts_implementation import CHOICE, StackedExperts, prepare
+from engine.adapted.low_bit_layers import LowBitLayers
+from engine.adapted.low_bit_weights import LowBitLinear, LowBitStack
 from engine.errors import UnsupportedError
 from engine.kernels.kernel_choice import prepare_decoding
 from engine.kernels.quantized_weight import LowBitWeight
 from engine.progress import Progress, no_progress
-from engine.transformers_models.adapted_block import KernelBlock
-from engine.transformers_models.adapted_checkpoint import AdaptedCheckpoint
-from engine.transformers_models.expert_layers import probe, replaced_forwards, same_shape
-from engine.transformers_models.experts_implementation import CHOICE, StackedExperts, prepare
 from engine.transformers_models.image_sequence import ImageSequence
-from engine.transformers_models.low_bit_layers import LowBitLayers
-from engine.transformers_models.low_bit_weights import LowBitLinear, LowBitStack
 from engine.transformers_models.transformers_model import quiet_transformers
 
 MEASURED = 128
