@@ -30,7 +30,7 @@ from compress.options.export import GgufExportOptions
 from engine.bench.backends import COMPILED, BenchCase, BenchSpec
 from engine.bench.side_by_side import bench
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.families.gguf import gguf_model_types
+from engine.families.gguf.table import gguf_model_types
 
 PROMPT, NEW = 512, 64
 DECODING = ("eager", "batched_mm", "grouped_mm", f"{COMPILED}batched_mm")

@@ -29,7 +29,7 @@ from compress.plans.apply import apply
 from compress.plans.plan import Plan, narrowed_expert, pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
-from engine.families.gguf import gguf_model_types
+from engine.families.gguf.table import gguf_model_types
 
 COMMON = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 512, "vocab_size": 128}
 FINE = {"moe_intermediate_size": 32}

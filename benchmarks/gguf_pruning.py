@@ -20,8 +20,8 @@ from memory_limit_prune import measured
 from random_model import shape, write_tokenizer
 from results import markdown, remember, remembered, save
 
-from engine.families.gguf_description import described
-from engine.families.gguf_mixes import WRITTEN_TYPES, tensor_types
+from engine.families.gguf.description import described
+from engine.families.gguf.mixes import WRITTEN_TYPES, tensor_types
 from engine.families.resolve import decoder_config
 from engine.files.gguf_file_writer import GgufFileWriter, metadata_entry
 from engine.files.gguf_types import BlockType

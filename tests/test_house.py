@@ -65,7 +65,10 @@ TABLES = {
 ORDER = {
     **{f"engine/{room}": place for place, room in enumerate(ENGINE)},
     **{f"compress/{room}": place for place, room in enumerate(COMPRESS, start=len(ENGINE) + 2)},
-    "engine/server/doors": ENGINE.index("server"),  # a part of that room, which has the rules for its files
+    # parts of rooms, which have the rules for their files
+    "engine/families/gguf": ENGINE.index("families"),
+    "engine/checkpoint/gguf": ENGINE.index("checkpoint"),
+    "engine/server/doors": ENGINE.index("server"),
     "compress/commands": 98,
 }
 BESIDE_ENGINE, CALIBRATE, TABLE = len(ENGINE), len(ENGINE) + 1, len(ENGINE) + 1.5
@@ -74,7 +77,7 @@ FAMILIES = re.compile(
     r"mixtral|qwen|olmoe|llama|mistral|deepseek|kimi|\bglm|granite|phi_?moe|gpt.?oss|ernie|minimax|switch_?transformer|\bt5",
     re.IGNORECASE,
 )
-FAMILY_ROOMS = {"engine/families", "engine/replies"}
+FAMILY_ROOMS = {"engine/families", "engine/families/gguf", "engine/replies"}
 PROGRAMS = re.compile(r"llama\.cpp|llama-quantize")
 """Programs with the name of a family."""
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}

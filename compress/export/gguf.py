@@ -17,15 +17,15 @@ from compress.options.export import GGUF_TYPES, STORED, GgufExportOptions
 from compress.run.claims import claiming
 from engine.checkpoint.artifact import check_file_output
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.gguf_vocabulary import tokenizer_metadata, without_tokenizer
-from engine.checkpoint.gguf_writer import GgufRoundedCheckpoint, write_gguf
-from engine.checkpoint.imatrix_file import write_imatrix
+from engine.checkpoint.gguf.imatrix_file import write_imatrix
+from engine.checkpoint.gguf.vocabulary import tokenizer_metadata, without_tokenizer
+from engine.checkpoint.gguf.writer import GgufRoundedCheckpoint, write_gguf
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
 from engine.errors import CompressError, ExportError, UnsupportedError
-from engine.families.gguf_description import Description, described
-from engine.families.gguf_mixes import ALIASES, WRITTEN_TYPES, WrittenType, tensor_types, types_by_bits
+from engine.families.gguf.description import Description, described
+from engine.families.gguf.mixes import ALIASES, WRITTEN_TYPES, WrittenType, tensor_types, types_by_bits
 from engine.files.gguf_file import SUFFIX, check_name
 from engine.files.gguf_types import BlockType
 from engine.files.json_file import replacing

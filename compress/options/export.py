@@ -29,7 +29,7 @@ _K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q5_k", "q4_k_m", "q4_k_s", "q4_k", "q3_
 STORED = "stored"
 """The type of each matrix is the one of the bits in which it is stored."""
 GGUF_TYPES = (*_OLDER_TYPES, *_K_TYPES, STORED)
-"""Types that a GGUF file is written in; WRITTEN_TYPES (engine/families/gguf_mixes.py) says what each is, but STORED."""
+"""Types that a GGUF file is written in; WRITTEN_TYPES (engine/families/gguf/mixes.py) says what each is, but STORED."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,14 @@ from compress.plans.apply import check_fits, planned_config
 from compress.plans.plan import Plan, PlannedExpert
 from compress.plans.releasing import ReleasingSource
 from engine.checkpoint.checkpoint import Checkpoint, in_parts
-from engine.checkpoint.gguf import GgufModel, GgufView
-from engine.checkpoint.gguf_blocks import dequantized
-from engine.checkpoint.gguf_writer import encoded, is_written
+from engine.checkpoint.gguf.blocks import dequantized
+from engine.checkpoint.gguf.model import GgufModel, GgufView
+from engine.checkpoint.gguf.writer import encoded, is_written
 from engine.errors import ExportError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, DOWN_BIAS
-from engine.families.gguf_description import described, first_difference
-from engine.families.gguf_names import places
+from engine.families.gguf.description import described, first_difference
+from engine.families.gguf.names import places
 from engine.families.resolve import decoder_config
 from engine.families.tensor_names import common_tensor, expert_parts, expert_tensor
 from engine.families.tensor_shapes import expert_rows

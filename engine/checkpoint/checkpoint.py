@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.checkpoint.block_float8 import ACTIVATION_SCALES, SUFFIXES, Float8
-from engine.checkpoint.gguf import GgufModel, GgufView
+from engine.checkpoint.gguf.model import GgufModel, GgufView
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.nvfp4 import Nvfp4View

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.compressed_floats import formats_of
-from engine.checkpoint.gguf import GgufModel
+from engine.checkpoint.gguf.model import GgufModel
 from engine.checkpoint.hub import fetch, is_hub_id
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids

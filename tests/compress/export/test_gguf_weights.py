@@ -23,10 +23,10 @@ from compress.export import gguf as exporting
 from compress.export.gguf import export_gguf
 from compress.options.export import GgufExportOptions
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.imatrix_file import write_imatrix
+from engine.checkpoint.gguf.imatrix_file import write_imatrix
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import ExportError, OptionError, OutputError
-from engine.families.gguf_description import described
+from engine.families.gguf.description import described
 
 LARGE = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 3, "num_hidden_layers": 1}
 

@@ -19,7 +19,7 @@ from compress.plans.apply import planned_decoder
 from compress.plans.gguf_plan import planned_file, write_planned
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, narrowed_expert, pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.gguf_writer import encoded
+from engine.checkpoint.gguf.writer import encoded
 from engine.decoder.routing import Masked
 from engine.errors import OutputError, UnsupportedError
 from engine.files import gguf_file_writer

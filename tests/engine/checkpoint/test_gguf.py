@@ -22,12 +22,12 @@ from gguf_models_for_tests import (
     save_gguf,
 )
 
-from engine.checkpoint import gguf_blocks
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf import blocks
 from engine.decoder.model import Decoder
 from engine.errors import CheckpointError, CompressError, UnsupportedError
-from engine.families.gguf import gguf_model_types
-from engine.families.gguf_metadata import decimal
+from engine.families.gguf.metadata import decimal
+from engine.families.gguf.table import gguf_model_types
 from engine.families.tensor_names import expert_tensor
 
 SIZES: dict[str, dict[str, Any]] = {"gpt_oss": {"swiglu_limit": 7.0}, **FURTHER_SIZES}
@@ -86,13 +86,13 @@ def test_blocks_are_read_as_their_numbers(family: str, tmp_path: Path) -> None:
 def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = make(tmp_path, **ALIGNED)
     read = Checkpoint(write_gguf(tmp_path / "m.gguf", gguf_metadata(own), quantized(gguf_tensors(own))))
-    whole, seen = gguf_blocks.dequantized, list[int]()
+    whole, seen = blocks.dequantized, list[int]()
 
     def counted(blocks: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(blocks.numel())
         return whole(blocks, *others)
 
-    monkeypatch.setattr(gguf_blocks, "dequantized", counted)
+    monkeypatch.setattr(blocks, "dequantized", counted)
     read.tensor(expert_tensor(read.config.architecture, 1, 4, 0))
     assert seen == [64 * 64 // 32 * 34]
 

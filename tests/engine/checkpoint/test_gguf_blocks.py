@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_for_tests import q8_0
 
-from engine.checkpoint.gguf_blocks import dequantized
+from engine.checkpoint.gguf.blocks import dequantized
 from engine.files.gguf_types import BLOCK_TYPES, BlockType
 
 QUANTIZED = {number: kind for number, kind in BLOCK_TYPES.items() if kind.element is None}

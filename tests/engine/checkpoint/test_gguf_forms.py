@@ -17,10 +17,10 @@ from compress.options.export import GgufExportOptions
 from compress.plans.gguf_plan import planned_file, write_planned
 from compress.plans.plan import pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.gguf_writer import column_weights, pieces
+from engine.checkpoint.gguf.writer import column_weights, pieces
 from engine.errors import CheckpointError, CompressError, UnsupportedError
-from engine.families.gguf_description import described
-from engine.families.gguf_forms import Form, HeadsInTurns, PartByPart, Rate
+from engine.families.gguf.description import described
+from engine.families.gguf.forms import Form, HeadsInTurns, PartByPart, Rate
 from engine.files.gguf_file import GgufFile
 from engine.kernels.block_weight import BlockWeight
 

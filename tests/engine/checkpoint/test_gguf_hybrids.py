@@ -20,8 +20,8 @@ from compress.plans.gguf_plan import planned_file, write_planned
 from compress.plans.plan import pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import CheckpointError, CompressError, UnsupportedError
-from engine.families.gguf_description import described
-from engine.families.gguf_forms import Form, Rate
+from engine.families.gguf.description import described
+from engine.families.gguf.forms import Form, Rate
 from engine.files.gguf_file import GgufFile
 
 LFM2, GEMMA, NEMOTRON, GLM5 = "lfm2_moe", "gemma4_text", "nemotron_h", "glm_moe_dsa"

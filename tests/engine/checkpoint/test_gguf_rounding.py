@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import gguf_rounding
-from engine.checkpoint.gguf_blocks import dequantized
-from engine.checkpoint.gguf_rounding import K_TYPES, rounded_to_k
+from engine.checkpoint.gguf import rounding
+from engine.checkpoint.gguf.blocks import dequantized
+from engine.checkpoint.gguf.rounding import K_TYPES, rounded_to_k
 from engine.errors import UnsupportedError
 from engine.files.gguf_types import BLOCK_TYPES
 
@@ -111,7 +111,7 @@ def test_more_bits_have_smaller_errors() -> None:
 def test_pieces_do_not_depend_on_how_many_blocks_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = numbers(), torch.arange(512.0)
     whole = rounded_to_k(x, KINDS["Q4_K"], w)
-    monkeypatch.setattr(gguf_rounding, "_BLOCKS_AT_ONCE", 3)
+    monkeypatch.setattr(rounding, "_BLOCKS_AT_ONCE", 3)
     assert torch.equal(rounded_to_k(x, KINDS["Q4_K"], w), whole)
 
 

@@ -20,7 +20,7 @@ import cli
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer, load_transformers_tokenizer
 from engine.errors import CheckpointError
-from engine.families.gguf_splits import SPLITS
+from engine.families.gguf.splits import SPLITS
 
 TEXTS = ("The quick brown fox, don't!", "héllo\n\n  12345 🚀", "<s>a</s>", "")
 

@@ -8,8 +8,8 @@ from typing import Any
 import gguf
 import pytest
 
-from engine.families.gguf_description import described
-from engine.families.gguf_mixes import ALIASES, WRITTEN_TYPES, tensor_types
+from engine.families.gguf.description import described
+from engine.families.gguf.mixes import ALIASES, WRITTEN_TYPES, tensor_types
 from engine.families.resolve import decoder_config
 
 FIRST, LAST = range(4), range(28, 32)

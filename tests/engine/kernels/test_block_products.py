@@ -19,8 +19,8 @@ from packages_for_tests import needs_numba
 
 import engine.kernels.kernel_choice
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.gguf import GgufView
-from engine.checkpoint.gguf_blocks import dequantized
+from engine.checkpoint.gguf.blocks import dequantized
+from engine.checkpoint.gguf.model import GgufView
 from engine.decoder.experts import CompiledExperts, Expert
 from engine.decoder.model import Decoder
 from engine.decoder.routing import Selection

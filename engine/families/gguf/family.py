@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.families.config import DecoderConfig
-from engine.families.gguf_forms import Places
-from engine.families.gguf_metadata import ARCHITECTURE, Facts
-from engine.families.gguf_parts import SIZES, Part
+from engine.families.gguf.forms import Places
+from engine.families.gguf.metadata import ARCHITECTURE, Facts
+from engine.families.gguf.parts import SIZES, Part
 
 _HARMLESS = ("vocab_size", "tensor_data_layout", "attention.causal", "nextn_predict_layers")
 """Keys that are checked elsewhere or say nothing."""

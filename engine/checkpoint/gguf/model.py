@@ -17,17 +17,17 @@ from shutil import copyfile, rmtree
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoint.gguf_tokenizer import special_tokens, write_tokenizer
+from engine.checkpoint.gguf.tokenizer import special_tokens, write_tokenizer
 from engine.checkpoint.stored_views import StoredView
 from engine.checkpoint.tokenizer_checks import tokenizing
 from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.families.config import DecoderConfig
-from engine.families.gguf import gguf_family
-from engine.families.gguf_family import GgufFamily
-from engine.families.gguf_forms import Form
-from engine.families.gguf_metadata import Facts
-from engine.families.gguf_names import Place, places
-from engine.families.gguf_parts import EMBEDDINGS
+from engine.families.gguf.family import GgufFamily
+from engine.families.gguf.forms import Form
+from engine.families.gguf.metadata import Facts
+from engine.families.gguf.names import Place, places
+from engine.families.gguf.parts import EMBEDDINGS
+from engine.families.gguf.table import gguf_family
 from engine.families.tensor_names import router_tensor
 from engine.families.tensor_shapes import expected_tensors, router_tensors
 from engine.files.element_type import BFLOAT16, FLOAT32
@@ -222,7 +222,7 @@ class GgufView(StoredView):
 
     def _numbers(self, dtype: torch.dtype | None) -> Tensor:
         """Return this view's part of the stored tensor or blocks, as numbers in the family's order of rows."""
-        from engine.checkpoint.gguf_blocks import dequantized  # here: headers are read without torch
+        from engine.checkpoint.gguf.blocks import dequantized  # here: headers are read without torch
 
         own = self._in_order()
         return dequantized(own, self.stored.type, dtype or self.element.torch) if self.is_quantized else own
@@ -239,7 +239,7 @@ class GgufView(StoredView):
 
         if self.shape[0] % MULTIPLE_OF_OUTPUTS:
             return None
-        from engine.checkpoint.gguf_blocks import dequantized
+        from engine.checkpoint.gguf.blocks import dequantized
         from engine.kernels.block_weight import BlockWeight
 
         blocks = self._in_order().view(self.shape[0], -1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
-from engine.families.gguf_metadata import Facts
+from engine.families.gguf.metadata import Facts
 from engine.families.layer_pattern import DENSE, SPARSE
 from engine.files.json_file import shown
 

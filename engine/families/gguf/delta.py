@@ -11,9 +11,9 @@ from typing import Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.attention import FULL, LINEAR
 from engine.families.config import DecoderConfig
-from engine.families.gguf_forms import AS_IT_IS, Form, HeadsInTurns, PartByPart, Places, Rate
-from engine.families.gguf_metadata import Facts
-from engine.families.gguf_parts import PARTIAL_ROTATION, Part, rotated_dimensions
+from engine.families.gguf.forms import AS_IT_IS, Form, HeadsInTurns, PartByPart, Places, Rate
+from engine.families.gguf.metadata import Facts
+from engine.families.gguf.parts import PARTIAL_ROTATION, Part, rotated_dimensions
 from engine.families.layer_config import GatedDeltaConfig, SplitGatedDeltaConfig
 from engine.files.json_file import shown
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from engine.families.attention import CONVOLUTION, FULL
 from engine.families.config import DecoderConfig
-from engine.families.gguf_forms import AS_IT_IS, Places
-from engine.families.gguf_metadata import Facts
-from engine.families.gguf_parts import Part, read_outline, write_sizes
+from engine.families.gguf.forms import AS_IT_IS, Places
+from engine.families.gguf.metadata import Facts
+from engine.families.gguf.parts import Part, read_outline, write_sizes
 from engine.families.layer_config import ShortConvolutionConfig
 
 _GROUPS, _KERNEL = "attention.head_count_kv", "shortconv.l_cache"

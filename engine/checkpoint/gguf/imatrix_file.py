@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.families.gguf_description import Description
+from engine.families.gguf.description import Description
 from engine.files.gguf_file_writer import GgufFileWriter, metadata_entry
 from engine.files.gguf_types import BLOCK_TYPES, BlockType
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import UnsupportedError
-from engine.families.gguf_description import Description
-from engine.families.gguf_metadata import ARCHITECTURE
-from engine.families.gguf_names import StoredTensor
-from engine.families.gguf_parts import EMBEDDINGS, HEAD
+from engine.families.gguf.description import Description
+from engine.families.gguf.metadata import ARCHITECTURE
+from engine.families.gguf.names import StoredTensor
+from engine.families.gguf.parts import EMBEDDINGS, HEAD
 from engine.files.gguf_types import BLOCK_TYPES, BlockType
 
 _BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}

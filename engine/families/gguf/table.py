@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
-from engine.families.gguf_convolutions import SIZES_WITH_CONVOLUTIONS, convolution_places
-from engine.families.gguf_delta import DELTA, SECTIONS, delta_places
-from engine.families.gguf_family import SIGMOID, GgufFamily
-from engine.families.gguf_gemma import HEADS_BY_KIND, gemma_constants, gemma_places
-from engine.families.gguf_indexer import INDEXERS, SOME_INDEXERS, indexer_places
-from engine.families.gguf_mamba import BLOCKS_IN_TURNS, mamba_places
-from engine.families.gguf_metadata import Facts
-from engine.families.gguf_parts import (
+from engine.families.gguf.convolutions import SIZES_WITH_CONVOLUTIONS, convolution_places
+from engine.families.gguf.delta import DELTA, SECTIONS, delta_places
+from engine.families.gguf.family import SIGMOID, GgufFamily
+from engine.families.gguf.gemma import HEADS_BY_KIND, gemma_constants, gemma_places
+from engine.families.gguf.indexer import INDEXERS, SOME_INDEXERS, indexer_places
+from engine.families.gguf.mamba import BLOCKS_IN_TURNS, mamba_places
+from engine.families.gguf.metadata import Facts
+from engine.families.gguf.parts import (
     ATTENTION_BIASES,
     FIRST_DENSE,
     HEADS,

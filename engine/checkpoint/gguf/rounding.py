@@ -7,7 +7,7 @@ its products, as far as inputs are uncorrelated; without statistics, w = 1.
 First each sub-block gets real scales: a grid of candidates assigns integers q to numbers, and least squares gives the best
 scale for them. Then these scales are rounded to integers, and their neighbors are tried, with the float16 scale that follows
 from the largest, and once more with the best one for the integers found. A block keeps the scales that span its numbers, if
-those are better. The layouts are inverse to gguf_blocks.py.
+those are better. The layouts are inverse to blocks.py.
 
 Shape suffixes: B blocks, S sub-blocks, N numbers of a sub-block.
 """

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from engine.errors import UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, GATE, GATE_BIAS
-from engine.families.gguf_family import GgufFamily
-from engine.families.gguf_forms import ONE_MORE, Form
+from engine.families.gguf.family import GgufFamily
+from engine.families.gguf.forms import ONE_MORE, Form
 from engine.families.layer_config import MoeConfig
 from engine.families.tensor_names import (
     LATENT_UP,

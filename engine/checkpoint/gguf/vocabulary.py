@@ -1,4 +1,4 @@
-"""A model's tokenizer, chat template and end tokens as metadata of a GGUF file: the reverse of `gguf_tokenizer.py`."""
+"""A model's tokenizer, chat template and end tokens as metadata of a GGUF file: the reverse of `tokenizer.py`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoint.gguf_tokenizer import CONTROL, NAMED, SPACE, USER_DEFINED
+from engine.checkpoint.gguf.tokenizer import CONTROL, NAMED, SPACE, USER_DEFINED
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.errors import CheckpointError, UnsupportedError
-from engine.families.gguf_splits import BYTE_LEVEL, GPT2, SENTENCE_PIECE, split_name
+from engine.families.gguf.splits import BYTE_LEVEL, GPT2, SENTENCE_PIECE, split_name
 from engine.files.json_file import shown
 
 NO_VOCABULARY = "none"

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.checkpoint.tokenizer_checks import MAX_TOKEN_LENGTH
 from engine.errors import CheckpointError
-from engine.families.gguf_splits import BYTE_LEVEL, NORMALIZED, SENTENCE_PIECE, SPLITS, WHOLE_TOKENS_FIRST
+from engine.families.gguf.splits import BYTE_LEVEL, NORMALIZED, SENTENCE_PIECE, SPLITS, WHOLE_TOKENS_FIRST
 from engine.files.json_file import shown, write_json
 
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

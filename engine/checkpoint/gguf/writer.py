@@ -1,6 +1,6 @@
 """A model written as a GGUF file, one expert after the other: no stack of experts is ever in memory.
 
-The package `gguf` quantizes, except for K types (gguf_rounding.py). Names, shapes and metadata are those by which such files
+The package `gguf` quantizes, except for K types (rounding.py). Names, shapes and metadata are those by which such files
 are read.
 """
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.gguf import joined, paired, separated
-from engine.checkpoint.gguf_rounding import K_TYPES, rounded_to_k
+from engine.checkpoint.gguf.model import joined, paired, separated
+from engine.checkpoint.gguf.rounding import K_TYPES, rounded_to_k
 from engine.errors import UnsupportedError
-from engine.families.gguf_description import Description
-from engine.families.gguf_forms import Form
-from engine.families.gguf_names import StoredTensor
+from engine.families.gguf.description import Description
+from engine.families.gguf.forms import Form
+from engine.families.gguf.names import StoredTensor
 from engine.files.gguf_file_writer import TYPE_NUMBERS, GgufFileWriter, metadata_entry
 from engine.files.gguf_header import ALIGNMENT_KEY
 from engine.files.gguf_types import BlockType

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.families.config import DecoderConfig
-from engine.families.gguf_forms import Places
-from engine.families.gguf_metadata import Facts
-from engine.families.gguf_parts import Part
+from engine.families.gguf.forms import Places
+from engine.families.gguf.metadata import Facts
+from engine.families.gguf.parts import Part
 from engine.families.tensor_names import INDEXER
 
 _SIZES = {

@@ -9,10 +9,10 @@ from typing import Any
 
 from engine.errors import UnsupportedError
 from engine.families.config import DecoderConfig
-from engine.families.gguf import family_to_write, gguf_family
-from engine.families.gguf_family import GgufFamily
-from engine.families.gguf_metadata import Facts
-from engine.families.gguf_names import StoredTensor, stored_tensors
+from engine.families.gguf.family import GgufFamily
+from engine.families.gguf.metadata import Facts
+from engine.families.gguf.names import StoredTensor, stored_tensors
+from engine.families.gguf.table import family_to_write, gguf_family
 from engine.families.resolve import decoder_config
 
 _FLOAT32 = 1e-6
