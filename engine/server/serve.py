@@ -35,7 +35,8 @@ except ModuleNotFoundError as error:
 
 from engine.batching.disk_cache import DiskCache
 from engine.batching.drafting import cache_sizes
-from engine.batching.loop import EngineLoop
+from engine.batching.loop import PREFILL_CHUNK, EngineLoop
+from engine.expert_cache.attach import MOST_TOKENS
 from engine.server.log_budget import limited_logging
 from engine.server.model_memory import cache_bytes, left_for_cache, needed_bytes
 from engine.server.model_names import check_local, model_names
@@ -116,6 +117,7 @@ def load(options: ServeOptions, limit: int | None = None, disk: DiskCache | None
         max_queue=options.max_queue,
         max_model_length=options.max_model_length,
         disk=disk,
+        prefill_chunk=PREFILL_CHUNK if engine.expert_cache is None else MOST_TOKENS,  # each piece reads all experts
     )
     engine_loop.start()
     service = Service(
