@@ -25,8 +25,8 @@ from compress.options.export import GgufExportOptions
 from compress.plans.apply import apply
 from compress.plans.mixed_model import write_mixed_widths
 from compress.plans.plan import pruning_plan
-from engine.checkpoint import gguf_writer
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf import writer
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import CompressError, ExportError, OptionError, OutputError, UnsupportedError
@@ -124,13 +124,13 @@ def test_rows_that_blocks_do_not_divide_are_in_float16(tmp_path: Path) -> None:
 
 def test_one_expert_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, num_local_experts=40, vocab_size=8)
-    whole, sizes = gguf_writer.encoded, list[int]()
+    whole, sizes = writer.encoded, list[int]()
 
     def counted(numbers: torch.Tensor, *others: Any) -> Any:
         sizes.append(numbers.numel())
         return whole(numbers, *others)
 
-    monkeypatch.setattr(gguf_writer, "encoded", counted)
+    monkeypatch.setattr(writer, "encoded", counted)
     written(tmp_path, type="f32")
     assert max(sizes) == 32 * 48
 
@@ -307,13 +307,13 @@ def test_an_existing_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkey
     output.write_text("earlier")
     with pytest.raises(OutputError, match="exists already"):
         written(tmp_path)
-    right = gguf_writer.paired
-    monkeypatch.setattr(gguf_writer, "paired", lambda rows, heads: rows)
+    right = writer.paired
+    monkeypatch.setattr(writer, "paired", lambda rows, heads: rows)
     with pytest.raises(ExportError, match=r"m\.gguf: the file differs from the engine: .*it was removed") as caught:
         written(tmp_path, overwrite=True)
     assert "partial" not in str(caught.value)
     assert output.read_text() == "earlier" and not list(tmp_path.glob(".*"))
-    monkeypatch.setattr(gguf_writer, "paired", right)
+    monkeypatch.setattr(writer, "paired", right)
     assert written(tmp_path, overwrite=True).config.moe_layers
 
 
