@@ -290,7 +290,8 @@ class Decoder(nn.Module):
             )
             places.append(positions._replace(choice=choice))
         for layer in self.layers:
-            for number, (cache.length, positions) in enumerate(zip(starts, places, strict=True)):
+            for number, (start, positions) in enumerate(zip(starts, places, strict=True)):
+                cache.length = start  # the layer appends there
                 states[number] = layer(states[number], positions, cache)
         cache.length = past
         cache.advance(tokens_BL.shape[1])
