@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=lambda text: [each for each in text.split(",") if each], default=["demo"])
     parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--thresholds", type=_numbers, default=THRESHOLDS)
+    parser.add_argument("--shares", type=_numbers, default=MEMORY_SHARES)
     parser.add_argument("--mixture", help="directory of another model")
     parser.add_argument("--report", help="text for it")
     options = parser.parse_args()
@@ -42,20 +45,26 @@ def main() -> None:
     if options.mixture is not None:
         places[MIXTURE] = (options.mixture, options.report, "all")
     store = RESULTS / "miss_thresholds.json"
-    known = json.loads(store.read_text())["figures"]["rows"] if store.exists() else []
-    rows = [row for row in known if row["model"] not in places and "ratio" in row]
+    known = json.loads(store.read_text())["figures"] if store.exists() else {"rows": [], "windows": {}}
+    rows = [row for row in known["rows"] if row["model"] not in places]
+    counts = dict(known["windows"]) | dict.fromkeys(places, options.windows)
     for name, (model, data, split) in places.items():
-        rows += [{"model": name} | row for row in measured(model, windows_of(model, split, options.windows, data))]
+        windows = windows_of(model, split, options.windows, data)
+        rows += [{"model": name} | row for row in measured(model, windows, options.shares, options.thresholds)]
         print(name, flush=True)
-    save("miss_thresholds", {"rows": rows, "windows": options.windows, "length": LENGTH})
+    save("miss_thresholds", {"rows": rows, "windows": counts, "length": LENGTH})
     plot(rows)
 
 
-def measured(model: str, windows: Windows) -> list[dict[str, Any]]:
+def _numbers(text: str) -> list[float]:
+    return [float(each) for each in text.split(",")]
+
+
+def measured(model: str, windows: Windows, shares: Sequence[float], thresholds: Sequence[float]) -> list[dict[str, Any]]:
     """Return reads and perplexity of each share of memory and threshold."""
     checkpoint = Checkpoint(resolve(model))
     costs, (exact, *others) = measured_losses(
-        checkpoint, windows.tokens_SL, dtype=torch.float32, shares=MEMORY_SHARES, thresholds=THRESHOLDS
+        checkpoint, windows.tokens_SL, dtype=torch.float32, shares=shares, thresholds=thresholds
     )
     rows = []
     for cost, losses in zip(costs, others, strict=True):
@@ -95,12 +104,12 @@ def saved_at(rows: list[dict[str, Any]], cost: float) -> float:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return a row for each model and share of memory, with a column for each threshold, and what one percent buys."""
-    header = ["model, experts in memory", *(f"τ = {each:g}" for each in THRESHOLDS), "saved for 1 %"]
+    """Return a row for each model and share of memory: what one percent of perplexity buys, and all thresholds."""
+    header = ["model, experts in memory", "saved for 1 %", "τ: reads saved for perplexity"]
     lines = []
     for (model, share), rows in curves(figures["rows"]).items():
-        cells = [f"{row['reads_saved']:.0%} for {row['ratio'] - 1:+.2%}" for row in rows]
-        lines.append([f"{model}, {share:.0%}", *cells, f"{saved_at(rows, 0.01):.0%}"])
+        cells = [f"{row['threshold']:g}: {row['reads_saved']:.0%} for {row['ratio'] - 1:+.2%}" for row in rows]
+        lines.append([f"{model}, {share:.0%}", f"{saved_at(rows, 0.01):.0%}", "; ".join(cells)])
     return markdown(header, lines)
 
 
