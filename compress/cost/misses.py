@@ -25,7 +25,7 @@ from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_negative_log_likelihood
 
 MEMORY_SHARES = (0.25, 0.5, 0.75)
-THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3)
+THRESHOLDS = (0.01, 0.03, 0.1, 0.2, 0.3)
 READINGS = 1 + len(MEMORY_SHARES) * len(THRESHOLDS)
 
 
