@@ -30,7 +30,6 @@ from engine.adapted.adapted_checkpoint import AdaptedCheckpoint, open_mixture_ch
 from engine.checkpoint import remote_code
 from engine.checkpoint.artifact import FILE_NAME, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.miss_costs import MissCost
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.errors import OptionError, UnsupportedError
 from engine.expert_cache.places import SMALL_BYTES
@@ -77,7 +76,7 @@ def layout(options: LayoutOptions, progress: Progress = no_progress) -> LayoutFi
         prepared.dtype,
         max(1, prepared.tokens_SL.shape[1]),
         other_bytes=max(held_bytes(checkpoint.config), 2 * RELEASE_EVERY_BYTES),
-        tokens=max(prepared.tokens_SL.numel(), _tokens_of_readings(prepared)),
+        tokens=max(prepared.tokens_SL.numel(), READINGS * _measured_text(prepared).numel()),
     )
     run = Run(options, prepared, work, progress, started, budget_for(options.memory_limit, checkpoint, needed))
     with work.until_whole(options.output):
@@ -163,12 +162,18 @@ def _co_use(run: LayoutRun) -> dict[int, Tensor] | None:
     return {layer: co_use(chosen_CK, counts[layer]) for layer, chosen_CK in chosen.items()}
 
 
-def _miss_costs(run: LayoutRun) -> list[MissCost]:
-    """Return what miss thresholds save and cost; nothing without a held-out text, or where transformers runs the model."""
-    prepared = run.prepared
+def _measured_text(prepared: Prepared) -> Tensor:
+    """Return the tokens on which miss thresholds are measured; none where transformers runs the model."""
     if prepared.held_out is None or isinstance(prepared.checkpoint, AdaptedCheckpoint):
+        return prepared.tokens_SL[:0]
+    return prepared.held_out.tokens_SL
+
+
+def _miss_costs(run: LayoutRun) -> list[dict[str, Any]]:
+    """Return what miss thresholds save and cost, as JSON; nothing without a text to measure on."""
+    prepared, tokens_SL = run.prepared, _measured_text(run.prepared)
+    if not len(tokens_SL):
         return []
-    tokens_SL = prepared.held_out.tokens_SL
 
     def measured() -> list[dict[str, Any]]:
         costs, _ = measured_losses(
@@ -181,15 +186,11 @@ def _miss_costs(run: LayoutRun) -> list[MissCost]:
         )
         return list(map(asdict, costs))
 
-    return [MissCost(**row) for row in run.work.once("miss-costs", measured)]
+    found: list[dict[str, Any]] = run.work.once("miss-costs", measured)
+    return found
 
 
-def _tokens_of_readings(prepared: Prepared) -> int:
-    """Return the tokens whose hidden states are held while miss thresholds are measured."""
-    return 0 if prepared.held_out is None else READINGS * prepared.held_out.tokens_SL.numel()
-
-
-def _write(run: LayoutRun, counts: Mapping[int, Tensor] | None, costs: Sequence[MissCost]) -> LayoutFigures:
+def _write(run: LayoutRun, counts: Mapping[int, Tensor] | None, costs: list[dict[str, Any]]) -> LayoutFigures:
     """Write the result into a temporary sibling directory, describe it, and rename it."""
     options, source = run.options, run.prepared.checkpoint
     numbers = {layer: list(range(count)) for layer, count in source.config.experts_by_layer.items()}
@@ -302,7 +303,7 @@ def _figures(
     experts: Experts,
     places: Sequence[Mapping[tuple[int, int], list[tuple[Path, int, int]]]],
     neighbors: Sequence[float | None],
-    costs: Sequence[MissCost],
+    costs: list[dict[str, Any]],
 ) -> LayoutFigures:
     source = run.prepared.checkpoint
     reads = [max(map(len, each.values()), default=None) for each in places]
@@ -329,7 +330,7 @@ def _figures(
         "page_aligned_share_after": shares[1],
         "neighbors_share_before": neighbors[0],
         "neighbors_share_after": neighbors[1],
-        "miss_costs": list(map(asdict, costs)),
+        "miss_costs": costs,
         "note": note,
         "seconds": time.monotonic() - run.started,
         "peak_memory_bytes": peak_memory_bytes(),

@@ -47,13 +47,10 @@ def measured_losses(
     def visit(index: int, layer: DecoderLayer) -> None:
         block = layer.feed_forward
         if isinstance(block, MoeBlock):
-            count = len(block.experts)
-            exact = [LayerCache(_slots(share, count, checkpoint.config.experts_per_token)) for share in shares]
-            limited = [
-                [LayerCache(_slots(share, count, checkpoint.config.experts_per_token), threshold)]
-                for share, threshold in settings
-            ]
-            caches.append([exact, *limited])
+            count, least = len(block.experts), checkpoint.config.experts_per_token
+            slots = {share: _slots(share, count, least) for share in shares}
+            exact = [LayerCache(slots[share]) for share in shares]
+            caches.append([exact, *([LayerCache(slots[share], threshold)] for share, threshold in settings)])
             block.routing = LimitedRouting(block.routing, caches[-1], tokens_SL.numel())
 
     summed_RS = stream_negative_log_likelihood(

@@ -64,8 +64,6 @@ from engine.transformers_models.transformers_model import quiet_transformers
 
 SWEEP_BYTES, SWEEP_BYTES_WITHIN_LIMIT = 4 << 30, 256 << 20
 """Bytes of the states before every layer that a pass with gradients keeps in memory, without and with a memory limit."""
-_PREDICTION = re.compile("nextn|mtp.*(layers|modules)")
-"""Config keys of the number of layers for multi-token prediction."""
 _PREDICTION_LAYER = re.compile(r".*?layers\.\d+(?=\.)")
 """The layer in the name of a weight that the model has no place for."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

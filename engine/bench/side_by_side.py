@@ -60,21 +60,18 @@ def bench(
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(spec, "engine.bench.backends")) for spec in specs]
         pairs = [(case, worker) for case in cases for worker in workers]
-        seconds: dict[tuple[BenchCase, Worker[BenchSpec]], list[float]] = {pair: [] for pair in pairs}
+        timed: dict[tuple[BenchCase, Worker[BenchSpec]], list[dict[str, Any]]] = {pair: [] for pair in pairs}
         warm: dict[tuple[BenchCase, Worker[BenchSpec]], dict[str, Any]] = {}
-        last: dict[tuple[BenchCase, Worker[BenchSpec]], dict[str, Any]] = {}
         for round_number in progress(range(repetitions + 1)):
             for case, worker in pairs:
                 request = f"{case.kind} {case.tokens} {case.depth}"
                 if round_number == 0:
                     warm[case, worker] = worker.ask(f"warm {request}")
                 else:
-                    last[case, worker] = worker.ask(f"run {request}")
-                    seconds[case, worker].append(last[case, worker]["seconds"])
+                    timed[case, worker].append(worker.ask(f"run {request}"))
         memory = {worker: worker.ask("memory") for worker in workers}
         return [
-            _row(worker, case, seconds[case, worker], warm[case, worker], memory[worker])
-            | {name: last[case, worker][name] for name in ("expert_hit_rate", "expert_bytes_read_per_token")}
+            _row(worker, case, timed[case, worker], warm[case, worker], memory[worker])
             for worker in workers
             for case in cases
         ]
@@ -106,10 +103,14 @@ def bench_models(
 
 
 def _row(
-    worker: Worker[BenchSpec], case: BenchCase, seconds: list[float], warm: dict[str, Any], memory: dict[str, int]
+    worker: Worker[BenchSpec],
+    case: BenchCase,
+    timed: list[dict[str, Any]],
+    warm: dict[str, Any],
+    memory: dict[str, int],
 ) -> dict[str, Any]:
     spec, about = worker.spec, worker.about
-    rates = [case.tokens * spec.batch / each for each in seconds]
+    rates = [case.tokens * spec.batch / each["seconds"] for each in timed]
     return {
         "model": spec.model,
         "backend": spec.backend,
@@ -135,6 +136,8 @@ def _row(
         "weights_resident_bytes": memory["weights_resident_bytes"],
         "other_memory_bytes": memory["other_memory_bytes"],
         "kv_cache_dtype": spec.kv_cache_dtype,
+        "expert_hit_rate": timed[-1]["expert_hit_rate"],
+        "expert_bytes_read_per_token": timed[-1]["expert_bytes_read_per_token"],
     }
 
 

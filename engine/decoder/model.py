@@ -269,6 +269,10 @@ class Decoder(nn.Module):
                     x_BLD = layer(x_BLD, positions, cache)
         if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
+        return self._normed(x_BLD, choice)
+
+    def _normed(self, x_BLD: Tensor, choice: KernelChoice) -> Tensor:
+        """Return the hidden states after the last norm, which are shown to `watch`."""
         x_BLD = final_norm(self.config, x_BLD, self.norm, self.norm_bias, choice)
         if self.watch is not None:
             self.watch(x_BLD)
@@ -280,25 +284,19 @@ class Decoder(nn.Module):
         Returns the hidden states of the last piece, [B, ≤ piece, D], as `hidden_states` of the pieces in turn does. A layer
         whose experts do not stay in memory is thus read once, and the hidden states of all positions are held.
         """
-        past, dtype = cache.length, self.dtype
+        past = cache.length
         starts = [past + start for start in range(0, tokens_BL.shape[1], piece)]
         states, places = list[Tensor](), list[Positions]()
         for start, own_BL in zip(starts, tokens_BL.split(piece, dim=1), strict=True):
-            states.append(embedded(self.config, own_BL, self.embedding, dtype))
-            positions = positions_for(
-                self.config, self.rotary, own_BL, None, start, states[-1].dtype, cache.read_as, one_by_one=False
-            )
+            states.append(embedded(self.config, own_BL, self.embedding, self.dtype))
+            positions = positions_for(self.config, self.rotary, own_BL, None, start, states[-1].dtype, cache.read_as)
             places.append(positions._replace(choice=choice))
         for layer in self.layers:
             for number, (start, positions) in enumerate(zip(starts, places, strict=True)):
                 cache.length = start  # the layer appends there
                 states[number] = layer(states[number], positions, cache)
-        cache.length = past
-        cache.advance(tokens_BL.shape[1])
-        x_BLD = final_norm(self.config, states[-1], self.norm, self.norm_bias, choice)
-        if self.watch is not None:
-            self.watch(x_BLD)
-        return x_BLD
+        cache.length = past + tokens_BL.shape[1]
+        return self._normed(states[-1], choice)
 
     def forward(
         self,

@@ -25,7 +25,7 @@ from engine.checkpoint.miss_costs import MissCost, cost_of
 from engine.errors import OptionError
 from engine.expert_cache.figures import LayerFigures
 from engine.expert_cache.file_memory import most_mappings
-from engine.expert_cache.missing import Changed, replace_absent
+from engine.expert_cache.missing import Changed, numbers_of, replace_absent
 from engine.expert_cache.places import FileMemories, bytes_of, largest_layer_bytes
 from engine.expert_cache.policies import DEFAULT, POLICIES, Key
 from engine.expert_cache.readers import AHEAD, NOW, Loading, Readers
@@ -166,7 +166,7 @@ class ExpertCache:
         if self.miss_threshold > 0:
             changed = self._replace_absent(layer, chosen_TS, weights_TS, probabilities)
             figures.replaced, figures.left_out = figures.replaced + changed.replaced, figures.left_out + changed.left_out
-        self._wanted = wanted = {(layer, number): None for number in _numbers(chosen_TS)}
+        self._wanted = wanted = {(layer, number): None for number in numbers_of(chosen_TS)}
         self._policy.visit(layer)
         for key in wanted:
             self._policy.use(key)
@@ -218,7 +218,7 @@ class ExpertCache:
         self, layer: int, chosen_TS: Any, weights_TS: Any, probabilities: Callable[[], Any] | None
     ) -> Changed:
         """Let resident experts take the places of absent ones where the miss threshold allows it."""
-        used = _numbers(chosen_TS)
+        used = numbers_of(chosen_TS)
         absent = {
             number for number in used if (layer, number) not in self._resident and (layer, number) not in self._loading
         }
@@ -282,11 +282,6 @@ class ExpertCache:
     def _shrink(self) -> None:
         while self.held_bytes > self.capacity and (leaving := self._policy.victim(self._loading)) is not None:
             self._drop(leaving)
-
-
-def _numbers(chosen_TS: Any) -> list[int]:
-    """Return the numbers of the chosen experts, in order. For a few tokens this takes a tenth of the time of `unique`."""
-    return sorted(set(chosen_TS.ravel().tolist()) - {-1})
 
 
 class _Either:

@@ -388,8 +388,7 @@ class Engine:
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
         with torch.inference_mode():
-            is_long, is_padded = last - first > PREFILL_CHUNK, real_BP is not None and not bool(real_BP[:, :last].all())
-            if self.expert_cache is not None and is_long and not is_padded:
+            if self.expert_cache is not None and last - first > PREFILL_CHUNK and _is_whole(real_BP, last):
                 assert isinstance(decoder, Decoder), "only our own decoder has an expert cache"
                 for group_BL in tokens_BL.split(BY_LAYER_TOKENS, dim=1):
                     last_BLD = decoder.read_by_layer(group_BL, own_cache(cache), self.prompt_kernels, PREFILL_CHUNK)
@@ -528,3 +527,8 @@ def torch_products(rows: int, dtype: torch.dtype, device: torch.device) -> Itera
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def _is_whole(real_BP: Tensor | None, last: int) -> bool:
+    """Return whether all positions before `last` are real."""
+    return real_BP is None or bool(real_BP[:, :last].all())

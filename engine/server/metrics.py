@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -134,15 +134,17 @@ class _LoadCollector(Collector):
         for name, (about, figure) in COUNTERS.items():
             yield CounterMetricFamily(name, about, value=figure(load))
         for name, (about, counted) in EXPERT_COUNTERS.items() if load.expert_cache else ():
-            family = CounterMetricFamily(name, about, labels=["layer"])
-            for layer, own in enumerate(load.expert_cache):
-                family.add_metric([str(layer)], counted(own))
-            yield family
+            yield _by_layer(name, about, map(counted, load.expert_cache))
         yield from _of_draft(load)
-        skipped = CounterMetricFamily("compress_experts_skipped", "Experts that tokens skipped.", labels=["layer"])
-        for layer, count in enumerate(load.experts_skipped_per_layer):
-            skipped.add_metric([str(layer)], count)
-        yield skipped
+        yield _by_layer("compress_experts_skipped", "Experts that tokens skipped.", load.experts_skipped_per_layer)
+
+
+def _by_layer(name: str, about: str, counts: Iterable[float]) -> Metric:
+    """Return a counter with a value for each MoE layer."""
+    family = CounterMetricFamily(name, about, labels=["layer"])
+    for layer, count in enumerate(counts):
+        family.add_metric([str(layer)], count)
+    return family
 
 
 def _of_draft(load: Load) -> Iterator[Metric]:
