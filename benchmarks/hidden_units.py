@@ -1,7 +1,7 @@
 """Hidden units pruned and refitted, beside whole experts: perplexity of two models by score, scope and share removed.
 
     python benchmarks/hidden_units.py [--models demo,shared-expert] [--seeds 3] [--methods unit-fisher,…] [--jobs 2]
-    python benchmarks/hidden_units.py --other-text TEXT [--tokens 2500000] [--methods unit-obs,fisher,reap]
+    python benchmarks/hidden_units.py --other-text TEXT [--tokens 2500000] [--methods unit-fisher,fisher,reap]
 
 The models are those of benchmarks/methods.py. Every result is made by the code of `compress prune` and judged on 256 windows
 of the half of the held-out documents that nothing was chosen on; losses are paired by document. The seed draws the

@@ -40,7 +40,7 @@ MERGING = ("ream", "hc-smoe", "m-smoe", "s-smoe")
 SAMPLES = 128
 TASK = "task, "
 """Beginning of the titles of rows that hold a task's accuracy."""
-ON_TASK = ("reap, whole experts", "unit-obs, units, global, refit", "unit-obs, units, one width, refit", "4 bits")
+ON_TASK = ("reap, whole experts", "unit-fisher, units, global, refit", "unit-fisher, units, one width, refit", "4 bits")
 """Rows whose results are also measured on a task, with half of the parameters removed."""
 WAYS = ("split", "copies")
 

@@ -29,7 +29,7 @@ from compress.methods import METHODS
 from engine.files.gguf_file import is_gguf
 
 WHOLE = "whole model"
-METHODS_TRIED = ("frequency", "reap", "naee", "fisher", "unit-magnitude", "unit-obs")
+METHODS_TRIED = ("frequency", "reap", "naee", "fisher", "unit-magnitude", "unit-obs", "unit-fisher")
 """Methods by default; DiEP's search needs about ten times the time of all of them, and is run when it is named."""
 PLAN, CALIBRATE, PRUNE, PERPLEXITY, TASKS, SPEED = "plan", "calibrate", "prune", "perplexity", "tasks", "speed"
 

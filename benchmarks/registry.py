@@ -162,7 +162,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         *("hidden_units", ("hidden_units_other",), PRUNING),
-        arguments=("--methods", "fisher,reap,unit-obs", "--other-text"),
+        arguments=("--methods", "fisher,reap,unit-fisher,unit-obs", "--other-text"),
         trial=(*UNIT_TRIAL, "--tokens", "32768", "--other-text"),
         needs="a file of text, whose name is in BENCHMARK_TEXT",
     ),

@@ -81,7 +81,7 @@ def test_prune_then_everything_else_on_its_result(place: Path, tmp_path: Path, u
 @pytest.mark.parametrize(
     ("options", "method"),
     [
-        (["--sparsity", "0.5"], "unit-obs"),
+        (["--sparsity", "0.5"], "unit-fisher"),
         (["--sparsity", "0.5", "--granularity", "expert"], "fisher"),
         (["--experts", "3"], "fisher"),
         (["--sparsity", "0.5", "--epochs", "1"], "diep"),
@@ -91,9 +91,9 @@ def test_the_default_is_the_best_method_that_uses_the_options(
     place: Path, tmp_path: Path, options: list[str], method: str
 ) -> None:
     figures = run(place, "prune", "{model}", *options, *TEXT, "-o", str(tmp_path / "made"))
-    assert figures["method"] == method and figures["granularity"] == ("unit" if method == "unit-obs" else "expert")
+    assert figures["method"] == method and figures["granularity"] == ("unit" if method == "unit-fisher" else "expert")
     assert (figures["units_after"] == figures["units_before"] / 2) and figures["experts_after"] == (
-        figures["experts_before"] if method == "unit-obs" else figures["experts_before"] / 2
+        figures["experts_before"] if method == "unit-fisher" else figures["experts_before"] / 2
     )
 
 

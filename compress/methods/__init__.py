@@ -53,7 +53,7 @@ METHODS: dict[str, Method] = {
     "hc-smoe": Method("merge", "compress.methods.hc_smoe:HC_SMOE", scopes=("layer",)),
     "ream": Method("merge", "compress.methods.ream:REAM", scopes=("layer",)),
 }
-DEFAULT_METHODS = {"expert": "fisher", "unit": "unit-obs", "both": "unit-obs"}
+DEFAULT_METHODS = {"expert": "fisher", "unit": "unit-fisher", "both": "unit-fisher"}
 """The method for each choice of `--granularity`: the best one-shot methods on both models of docs/methods.md and
 docs/hidden-units.md. For whole experts, DiEP's search from gate Fisher costs many times as much and is within noise of it.
 """
