@@ -158,7 +158,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             max_model_length=longest,
             prefill_chunk=PREFILL_CHUNK,
         )
-        surroundings = Surroundings(engine.end_tokens, partial(plain_text, engine.tokenizer), engine.device)
+        surroundings = Surroundings(engine.end_tokens, partial(plain_text, engine.tokenizer))
         texts: list[list[str]] = [[] for _ in asked]
         states = []
         for number, request in enumerate(asked):

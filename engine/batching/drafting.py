@@ -3,8 +3,8 @@
 The model chooses each token as it does without a draft, with the same random number, and goes on to the next row while its
 choice is the drafted token. The text is therefore that without a draft, whatever is drafted and whenever. The draft chooses
 with the random number of the same place too, so that both choose one token as often as their distributions allow without
-knowing each other (Daliri et al. 2025, arXiv 2408.07978; torch's `multinomial` takes the largest p_i / e_i with exponential
-e_i, which is their coupling). Leviathan et al. (2023) accept a little more, and their text depends on the draft.
+knowing each other (engine/generation/race.py). Leviathan et al. (2023) accept a little more, and their text depends on the
+draft.
 
 Shape suffixes: B sequences, L positions, T rows, D hidden, V vocabulary.
 """
@@ -25,6 +25,7 @@ from engine.decoder.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.generation.generate import Engine, torch_products
+from engine.generation.sampling import are_finite, largest
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, KernelChoice
 
 FEW_UNREAD = 2
@@ -202,7 +203,7 @@ class Drafting:
     def _extended(self, states: Sequence[RequestState], logits_BV: Tensor) -> list[RequestState]:
         """Append a drafted token to each sequence; return those for which another one may be drafted."""
         wide_BV, more = logits_BV.float(), []
-        finite, greedy = wide_BV.isfinite().all(dim=-1).tolist(), wide_BV.argmax(dim=-1).tolist()
+        finite, greedy = are_finite(wide_BV).tolist(), largest(wide_BV).tolist()
         for row, (state, usable, token) in enumerate(zip(states, finite, greedy, strict=True)):
             if not usable:
                 self._unusable.add(state)

@@ -66,7 +66,7 @@ class EngineLoop:
         vocabulary = engine.checkpoint.config.vocabulary_size
         copied = partial(copy.deepcopy, engine.tokenizer)
         grammars = Grammars(copied, vocabulary, engine.end_tokens, drafts=engine.draft is not None)
-        self._surroundings = Surroundings(engine.end_tokens, PlainText(tokenizer), engine.device, grammars)
+        self._surroundings = Surroundings(engine.end_tokens, PlainText(tokenizer), grammars)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._max_queue = max_queue
         self._changed = Condition()

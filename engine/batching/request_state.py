@@ -1,4 +1,4 @@
-"""State of one request from arrival to last update: tokens, text, place in the cache and in the grammar, random generator.
+"""State of one request from arrival to last update: tokens, text, place in the cache and in the grammar.
 
 Shape suffixes: L positions, R rows of one request, V vocabulary.
 """
@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from engine.batching.request import Listener, Request, Timings, TokenLogprob, Up
 from engine.decoder.block_pool import BlockTable
 from engine.errors import OptionError
 from engine.generation.grammar_matcher import Grammars, Matcher
-from engine.generation.sampling import penalised, sample
+from engine.generation.sampling import penalised, sample_at
 from engine.generation.text_stream import TextStream
 
 HEAD_ROWS = 64
@@ -34,7 +34,6 @@ class Surroundings:
     end_tokens: frozenset[int]
     decode: Callable[..., str]
     """Returns the text of token ids, as PlainText does."""
-    device: torch.device
     grammars: Grammars | None = None
     """Compiler of grammars; None where no request has one."""
 
@@ -43,19 +42,14 @@ class Surroundings:
 class _Choosing:
     """State besides the grammar that the choice of a token depends on, and changes."""
 
-    generator: torch.Generator
-    counts: Counter[int]
+    counts: Counter[int] = field(default_factory=Counter)
     """How often each token was generated."""
     generated: int = 0
-    """Number of generated tokens."""
+    """Number of generated tokens, which decides by which random numbers the next one is drawn."""
 
-    def copy(self, draws: bool) -> _Choosing:
-        """Return a copy. draws: whether tokens are drawn, so that the generator is copied too."""
-        generator = self.generator
-        if draws:
-            generator = torch.Generator(generator.device)
-            generator.set_state(self.generator.get_state())
-        return _Choosing(generator, self.counts.copy(), self.generated)
+    def copy(self) -> _Choosing:
+        """Return a copy."""
+        return _Choosing(self.counts.copy(), self.generated)
 
     def note(self, token: int) -> None:
         """Count a token."""
@@ -81,7 +75,7 @@ class RequestState:
         shown, least = frozenset(request.shown_special_tokens), request.min_new_tokens
         decode = partial(shared.decode, shown=shown) if shown else shared.decode
         self._stream = TextStream(list(request.prompt), request.max_new_tokens, ends, request.stop, decode, least)
-        self._choosing = _Choosing(request.sampling.generator(shared.device), Counter())
+        self._choosing = _Choosing()
         self._trial: _Choosing | None = None
         """State after the drafted tokens while tokens are drafted; None otherwise."""
         self.drafted: list[int] = []
@@ -150,7 +144,7 @@ class RequestState:
         Returns whether another one may follow. The grammar stays after the drafted tokens up to `settle`.
         """
         if self._trial is None:
-            self._trial = self._choosing.copy(self.request.sampling.temperature > 0)
+            self._trial = self._choosing.copy()
         try:
             token = self._next_token(logits_V, greedy, self._trial)
             complete = self.matcher is not None and self.matcher.draft(token)
@@ -169,14 +163,13 @@ class RequestState:
     def _next_token(self, logits_V: Tensor, greedy: int, choosing: _Choosing) -> int:
         """Return the next token; `greedy` is the most probable one. Raises OptionError if the grammar cannot be followed."""
         if self.matcher is not None and (token := self.matcher.only()) is not None:
-            return token  # such as most of the names and brackets of a schema; no number is drawn for it
+            return token  # such as most of the names and brackets of a schema
         options, allowed_V = self.request.sampling, self._allowed(logits_V.shape[-1], choosing.generated)
         adjusted_V = penalised(logits_V, choosing.counts, options, self._penalised)
-        if allowed_V is not None:
-            return int(sample(adjusted_V[None], options, choosing.generator, allowed_V.to(logits_V.device)[None]))
-        if options.temperature == 0 and adjusted_V is logits_V:
+        if allowed_V is None and options.temperature == 0 and adjusted_V is logits_V:
             return greedy
-        return int(sample(adjusted_V[None], options, choosing.generator))
+        allowed_V = None if allowed_V is None else allowed_V.to(logits_V.device)
+        return sample_at(adjusted_V, options, choosing.generated, allowed_V)
 
     def _allowed(self, vocabulary: int, generated: int) -> Tensor | None:
         """Return the tokens that may follow so many generated ones, bool [V]; None for all.

@@ -2,7 +2,7 @@
 
 Each step generates one token for every decoding sequence and reads pieces of the prompts that are still unread. A
 request's result does not depend on the other requests: a prompt is always split at the same places, sequences never
-share an attention product, and each has its own random generator. Only a Runner knows the model.
+share an attention product, and each has random numbers of its own. Only a Runner knows the model.
 
 Shape suffixes: B sequences, T rows, R rows of one sequence, V vocabulary.
 """
@@ -32,7 +32,7 @@ from engine.decoder.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.errors import OptionError
 from engine.generation.generate import Engine
-from engine.generation.sampling import NOT_FINITE
+from engine.generation.sampling import NOT_FINITE, are_finite, largest
 from engine.onnx.runtime import OnnxDecoder
 
 
@@ -342,8 +342,8 @@ class Scheduler:
     def _postprocess(self, results: list[tuple[list[RequestState], Tensor]]) -> None:
         """Choose tokens, send updates, and release sequences that have ended."""
         for states, logits_TV in results:
-            wide_TV = logits_TV.float()  # argmax in float32 is several times as fast as in half precision
-            finite, greedy = wide_TV.isfinite().all(dim=-1).tolist(), wide_TV.argmax(dim=-1).tolist()
+            wide_TV = logits_TV.float()
+            finite, greedy = are_finite(wide_TV).tolist(), largest(wide_TV).tolist()
             end = 0
             for state in states:
                 start, end = end, end + 1 + len(state.drafted)

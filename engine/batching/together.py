@@ -21,7 +21,7 @@ from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import BLOCK_SIZE, PagedBatch, PagedCache
 from engine.generation.generate import torch_products
 from engine.generation.options import SamplingOptions
-from engine.generation.sampling import sample_by_inverse
+from engine.generation.sampling import sample
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, PROMPT, KernelChoice
 
 MOST_TOKENS = 4096
@@ -70,7 +70,7 @@ def continue_together(
         logits = [reader.next(going)] if going else []
         logits += [reader.prompts(group) for group in _groups(added, reader.pads)]
         going += added
-        drawn_B = sample_by_inverse(torch.cat(logits), sampling, generator)
+        drawn_B = sample(torch.cat(logits), sampling, generator)
         for each, token in zip(going, drawn_B.tolist(), strict=True):
             each.written.append(token)
             if token in end_tokens or len(each.written) >= each.limit:

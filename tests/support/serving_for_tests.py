@@ -27,7 +27,7 @@ class Served:
 
     def __init__(self, scheduler: Scheduler, engine: Engine, request: Request, number: int = 1) -> None:
         self.updates: list[Update] = []
-        surroundings = Surroundings(engine.end_tokens, PlainText(engine.tokenizer), engine.device, grammars_of(engine))
+        surroundings = Surroundings(engine.end_tokens, PlainText(engine.tokenizer), grammars_of(engine))
         scheduler.check(request)
         self.state = RequestState(number, request, self.updates.append, surroundings)
         scheduler.add(self.state)

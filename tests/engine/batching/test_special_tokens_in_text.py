@@ -30,7 +30,7 @@ def text(tokenizer: Any, shown: tuple[str, ...], limit: int = 100, ignore_end_to
     tokens = [*tokenizer.encode(TEXT, add_special_tokens=False), tokenizer.eos_token_id]
     updates: list[Update] = []
     request = Request((5,), limit, shown_special_tokens=shown, ignore_end_tokens=ignore_end_tokens)
-    around = Surroundings(frozenset({tokenizer.eos_token_id}), PlainText(tokenizer), torch.device("cpu"))
+    around = Surroundings(frozenset({tokenizer.eos_token_id}), PlainText(tokenizer))
     state = RequestState(1, request, updates.append, around)
     for token in tokens:
         state.take(torch.zeros(1, 300), [token])

@@ -14,7 +14,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.block_pool import BlockPool
 from engine.decoder.model import Decoder
 from engine.generation.options import SamplingOptions
-from engine.generation.sampling import probabilities, sample_by_inverse
+from engine.generation.sampling import probabilities, sample
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [7, 7, 9, 4]]
 LIMITS = [6, 1, 9, 3, 5]
@@ -99,7 +99,7 @@ def test_one_number_for_a_row_draws_from_the_distribution(options: SamplingOptio
     """20,000 draws, each token within four standard deviations of its share; what has no probability is never drawn."""
     logits_V = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5, -torch.tensor(80.0)])
     count = 20_000
-    drawn = sample_by_inverse(logits_V.expand(count, -1), options, torch.Generator().manual_seed(0))
+    drawn = sample(logits_V.expand(count, -1), options, torch.Generator().manual_seed(0))
     share_V = probabilities(logits_V[None], options)[0].double()
     found_V = torch.bincount(drawn, minlength=6).double() / count
     assert bool(((found_V - share_V).abs() <= 4 * (share_V * (1 - share_V) / count).sqrt()).all())
@@ -109,5 +109,5 @@ def test_one_number_for_a_row_draws_from_the_distribution(options: SamplingOptio
 def test_the_largest_number_draws_a_token_that_has_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda *shape, **named: torch.ones(*shape))
     logits_BV = torch.tensor([[3.0, 0.0, -1e30, -1e30]])
-    assert sample_by_inverse(logits_BV, FREE, torch.Generator()).tolist() == [1]
-    assert sample_by_inverse(logits_BV, GREEDY, torch.Generator()).tolist() == [0]
+    assert sample(logits_BV, FREE, torch.Generator()).tolist() == [1]
+    assert sample(logits_BV, GREEDY, torch.Generator()).tolist() == [0]

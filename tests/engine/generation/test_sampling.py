@@ -10,7 +10,16 @@ import torch
 
 from engine.errors import CheckpointError, OptionError
 from engine.generation.options import SamplingOptions
-from engine.generation.sampling import penalised, penalised_rows, probabilities, sample, sample_by_inverse
+from engine.generation.sampling import (
+    FIRST,
+    are_finite,
+    largest,
+    penalised,
+    penalised_rows,
+    probabilities,
+    sample,
+    sample_at,
+)
 
 ALL = {0, 1, 2, 3, 4}
 PROBABILITIES = torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05])
@@ -162,7 +171,7 @@ def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
     assert torch.allclose(
         probabilities(logits, options, allowed)[:, 1:], probabilities(logits[:, 1:], options), rtol=0, atol=1e-7
     )
-    assert int(sample(logits, options, options.generator(), allowed)) in ((1, 2, 3) if temperature == 1 else (2,))
+    assert sample_at(logits[0], options, 0, allowed[0]) in ((1, 2, 3) if temperature == 1 else (2,))
 
 
 def test_the_repetition_penalty_by_hand() -> None:
@@ -200,7 +209,50 @@ def test_rows_have_their_own_text() -> None:
 def test_both_ways_to_draw_have_one_distribution(options: dict[str, Any]) -> None:
     chosen = SamplingOptions(temperature=0.8, **options)
     expected = probabilities(PROBABILITIES.log()[None], chosen)[0]
-    for draw in (sample, sample_by_inverse):
-        tokens = draw(PROBABILITIES.log().expand(4000, -1), chosen, chosen.generator())
+    rows = sample(PROBABILITIES.log().expand(4000, -1), chosen, chosen.generator())
+    places = torch.tensor([sample_at(PROBABILITIES.log(), chosen, place) for place in range(4000)])
+    for tokens in (rows, places):
         shares = torch.bincount(tokens, minlength=5) / 4000
         assert torch.allclose(shares, expected, atol=0.03) and bool((shares[expected == 0] == 0).all())
+
+
+def kept_by_sorting(scores_V: torch.Tensor, share: float) -> list[int]:
+    """Return what top-p leaves, by a loop over all tokens in order."""
+    shares, before, kept = scores_V.double().softmax(-1).tolist(), 0.0, []
+    for token in sorted(range(len(scores_V)), key=lambda token: (-float(scores_V[token]), token)):
+        if before < share or not kept:
+            kept.append(token)
+        before += shares[token]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.3, 2.0, 8.0])
+@pytest.mark.parametrize("share", [0.1, 0.7, 0.95])
+def test_top_p_of_many_tokens_equals_a_loop(scale: float, share: float) -> None:
+    """Peaked rows are decided by the largest scores; in flat ones, the share takes more tokens than are tried first."""
+    scores = torch.randn(4, 5 * FIRST, generator=torch.Generator().manual_seed(0)) * scale
+    options = SamplingOptions(temperature=1.0, top_p=share)
+    together = probabilities(scores, options)
+    for row, scores_V in enumerate(scores):
+        assert together[row].nonzero()[:, 0].tolist() == kept_by_sorting(scores_V, share)
+        assert torch.equal(probabilities(scores_V[None], options)[0], together[row]), "a row does not depend on its company"
+
+
+def test_top_p_keeps_the_first_of_equal_tokens() -> None:
+    """All tokens but one are equal: 0.4 of the 0.9 of 1,000 tokens are the first 445 of them, wherever they are."""
+    scores = torch.zeros(1, 1001)
+    scores[0, 500] = math.log(1000 / 9)
+    kept = probabilities(scores, SamplingOptions(temperature=1.0, top_p=0.5))[0].nonzero()[:, 0].tolist()
+    assert kept == kept_by_sorting(scores[0], 0.5) and kept[-1] == 500 and len(kept) > FIRST
+
+
+def test_the_largest_is_the_first_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert largest(logits.to(dtype)).tolist() == [1, 0]
+
+
+def test_rows_with_nan_or_infinity_are_found() -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[0.0, 1.0], [nan, 1.0], [1.0, nan], [inf, 0.0], [0.0, -inf], [nan, inf], [3e38, -3e38]])
+    assert are_finite(logits).tolist() == [True, False, False, False, False, False, True]

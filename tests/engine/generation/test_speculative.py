@@ -184,6 +184,7 @@ def test_the_distributions_are_those_of_the_text_so_far(pair: tuple[Path, Path],
         top_n_sigma=3.5,
         repetition_penalty=1.25,
         logit_bias=((7, 1.5),),
+        seed=1,
     )
     rounds: list[tuple[list[Tensor], list[Tensor], list[int], int]] = []
 
