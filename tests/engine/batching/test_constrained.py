@@ -14,6 +14,7 @@ import torch
 from random_schemas import random_schema
 from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for, serve
 
+from engine.batching import masks_ahead
 from engine.batching.masks_ahead import MasksAhead
 from engine.batching.request import Request
 from engine.generation.generate import Engine
@@ -237,17 +238,24 @@ class Noted:
         self.computed.set()
 
 
-def test_masks_are_computed_beside_the_model() -> None:
+def slow_masks() -> MasksAhead:
+    """Return one that has measured masks of a second each."""
+    ahead = MasksAhead()
+    ahead._mask_seconds = 1.0
+    return ahead
+
+
+def test_masks_that_take_long_are_computed_beside_the_model() -> None:
     """While the body waits for the masks, only another thread can compute them."""
     states: list[Any] = [Noted(), Noted()]
     free: Any = SimpleNamespace(matcher=None)
-    with MasksAhead().computed([states[0], free, states[1]]):
+    with slow_masks().computed([states[0], free, states[1]]):
         assert all(each.computed.wait(60) for each in states)
     assert {each.thread for each in states} == {"masks_0"}
 
 
 def test_masks_do_not_wait_for_a_busy_thread() -> None:
-    ahead, state, go = MasksAhead(), Noted(), threading.Event()
+    ahead, state, go = slow_masks(), Noted(), threading.Event()
     busy = ahead._thread.submit(go.wait, 60)
     states: list[Any] = [state]
     with ahead.computed(states):
@@ -255,6 +263,27 @@ def test_masks_do_not_wait_for_a_busy_thread() -> None:
     assert state.thread == threading.current_thread().name
     go.set()
     assert busy.result()
+
+
+def test_masks_that_take_no_time_do_not_wake_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two masks of a step take 0.1 ms each: no thread. After steps of 1 ms each, their mean exceeds the limit."""
+    ahead, clock, seconds = MasksAhead(), 0.0, 1e-4
+
+    def thread_time() -> float:
+        nonlocal clock
+        clock += seconds  # each step reads the clock twice
+        return clock
+
+    monkeypatch.setattr(masks_ahead.time, "thread_time", thread_time)
+    threads = []
+    for step in range(8):
+        states: list[Any] = [Noted(), Noted()]
+        with ahead.computed(states):
+            assert all(each.computed.wait(60) for each in states)
+        threads.append({each.thread for each in states})
+        seconds = 1e-4 if step < 3 else 2e-3
+    own = threading.current_thread().name
+    assert threads[:4] == [{own}] * 4 and threads[-1] == {"masks_0"}
 
 
 def test_each_mask_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
