@@ -1,6 +1,6 @@
 """Throughput of a server whose clients ask for JSON of a schema, beside free text.
 
-    python benchmarks/structured_output.py [--model demo] [--clients 8] [--requests 4] [--tokens 128] [--rounds 5]
+    python benchmarks/structured_output.py [--model demo …] [--clients 8] [--requests 4] [--tokens 128] [--rounds 5]
 
 One `compress serve` answers all kinds of requests in turn, in each round: free text without end tokens, a schema that all
 clients share, a schema of each request's own, which is compiled for it, any JSON object, and a regular expression. No text
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -82,7 +83,7 @@ def measured(url: str, bodies: list[dict[str, Any]], clients: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", nargs="+", default=["demo"], help="one after the other")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=4, help="of each client, in each round")
     parser.add_argument("--tokens", type=int, default=128)
@@ -90,9 +91,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     require("llguidance")
+    sizes = {name: getattr(arguments, name) for name in ("clients", "tokens", "rounds")}
+    names = [Path(model).name for model in arguments.model]
+    found = {name: rates_of(model, arguments) for name, model in zip(names, arguments.model, strict=True)}
+    save("structured_output", sizes | {"tokens_per_second": found})
+
+
+def rates_of(model: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return generated tokens a second of each kind of request, in each round."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     number = 0
-    with server(arguments.model, "--threads", str(arguments.threads), "--max-batch-size", str(arguments.clients)) as url:
+    with server(model, "--threads", str(arguments.threads), "--max-batch-size", str(arguments.clients)) as url:
         measured(url, [body(kind, place, 8) for place, kind in enumerate(KINDS)], 1)
         for _ in range(arguments.rounds):
             for kind in KINDS:
@@ -100,27 +109,33 @@ def main() -> None:
                 bodies = [body(kind, number + place + len(KINDS), arguments.tokens) for place in range(count)]
                 number += count
                 found[kind].append(measured(url, bodies, arguments.clients))
-    sizes = {name: getattr(arguments, name) for name in ("model", "clients", "tokens", "rounds")}
-    save("structured_output", sizes | {"tokens_per_second": found})
+    return found
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return a row for each kind of request."""
-    rates = figures["tokens_per_second"]
+    """Return a row for each kind of request, and two columns for each model."""
+    models = figures["tokens_per_second"]
     rows = []
-    for kind, own in rates.items():
-        ratio = statistics.median(a / b for a, b in zip(own, rates[FREE], strict=True))
-        rows.append([kind, f"{statistics.median(own):,.0f}", "" if kind == FREE else times(ratio, own, rates[FREE])])
+    for kind in KINDS:
+        rows.append([kind])
+        for rates in models.values():
+            own, free = rates[kind], rates[FREE]
+            ratio = statistics.median(a / b for a, b in zip(own, free, strict=True))
+            rows[-1] += [f"{statistics.median(own):,.0f}", "" if kind == FREE else times(ratio, own, free)]
     about = (
-        f"{figures['model']}, {figures['clients']} clients, {figures['tokens']} tokens an answer; medians of rounds in turn"
+        f"{figures['clients']} clients, {figures['tokens']} tokens an answer; medians of {figures['rounds']} rounds in turn"
     )
-    return f"{about}.\n\n{markdown(['', 'tokens/s', 'of free text (range)'], rows)}"
+    header = [title for name in models for title in (f"{name}, tokens/s", "of free text (range)")]
+    return f"{about}.\n\n{markdown(['', *header], rows)}"
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the ratio of a shared schema to free text."""
-    rates = figures["tokens_per_second"]
-    return {"ratio": f"{statistics.median(a / b for a, b in zip(rates['one schema'], rates[FREE], strict=True)):.2f}"}
+    """Return the ratio of a shared schema to free text, of each model."""
+    found = {}
+    for name, rates in figures["tokens_per_second"].items():
+        ratio = statistics.median(a / b for a, b in zip(rates["one schema"], rates[FREE], strict=True))
+        found["".join(letter if letter.isalnum() else "_" for letter in name)] = f"{ratio:.2f}"
+    return found
 
 
 TABLES = {"structured_output": table}
