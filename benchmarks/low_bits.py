@@ -31,8 +31,8 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.kernels.kernel_choice import DECODING, prepare_decoding
-from engine.kernels.quantized_weight import QuantizedWeight
-from engine.kernels.scheme import BITS
+from engine.kernels.stored.quantized_weight import QuantizedWeight
+from engine.kernels.stored.scheme import BITS
 
 GROUP, VOCABULARY, WARM_UP = 32, 1024, 2
 CHANGES = {"hidden": 2048, "experts": 64, "top_k": 6, "width": 1408}

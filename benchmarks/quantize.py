@@ -26,8 +26,8 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
-from engine.kernels.quantized_weight import Weight
-from engine.kernels.scheme import WHOLE_ROW
+from engine.kernels.stored.quantized_weight import Weight
+from engine.kernels.stored.scheme import WHOLE_ROW
 from engine.passes.memory_budget import UNLIMITED
 
 ROWS = {

@@ -22,7 +22,7 @@ from engine.decoder.model import DecoderLayer, Outer
 from engine.decoder.parameters import layer_weights
 from engine.errors import CheckpointError
 from engine.families.tensor_names import head_tensor
-from engine.kernels.quantized_weight import Weight
+from engine.kernels.stored.quantized_weight import Weight
 from engine.passes.memory_budget import UNLIMITED
 from engine.passes.streaming import stream_layers
 

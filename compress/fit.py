@@ -43,7 +43,7 @@ from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.errors import OptionError
 from engine.families.tensor_names import ffn_parts
-from engine.kernels.scheme import PLAIN_BITS, Scheme
+from engine.kernels.stored.scheme import PLAIN_BITS, Scheme
 from engine.passes.memory_need import budget_for
 from engine.progress import Progress, no_progress
 

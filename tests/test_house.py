@@ -68,7 +68,8 @@ ORDER = {
     # parts of rooms, which have the rules for their files
     "engine/families/gguf": ENGINE.index("families"),
     "engine/checkpoint/gguf": ENGINE.index("checkpoint"),
-    "engine/server/doors": ENGINE.index("server"),
+    **{f"engine/kernels/{part}": ENGINE.index("kernels") for part in ("compiler", "stored")},
+    **{f"engine/server/{part}": ENGINE.index("server") for part in ("connections", "doors", "reading")},
     "compress/commands": 98,
 }
 BESIDE_ENGINE, CALIBRATE, TABLE = len(ENGINE), len(ENGINE) + 1, len(ENGINE) + 1.5

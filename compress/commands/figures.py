@@ -5,7 +5,7 @@ from __future__ import annotations
 from compress.commands.command import Figures, Given
 from compress.commands.output import table
 from compress.report.columns import number, size, with_error, with_interval
-from engine.kernels.scheme import PLAIN_BITS
+from engine.kernels.stored.scheme import PLAIN_BITS
 
 REFIT_LINES = (
     ("output error of each layer, before and after the refit", "error_without_per_layer", "error_per_layer", 1),

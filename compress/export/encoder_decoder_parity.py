@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compress.export.parity import LENGTHS, STEPS, Allowed, StepDifference, check_steps, compared, in_batch, sequences, when
 from engine.checkpoint.tokenizer import load_tokenizer_of
-from engine.kernels.quantized_weight import quantise
+from engine.kernels.stored.quantized_weight import quantise
 from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder
 from engine.onnx.quantize import Packing
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint

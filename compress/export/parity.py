@@ -26,7 +26,7 @@ from engine.decoder.routing import Routing
 from engine.errors import CheckpointError, ExportError
 from engine.families.rotary_embedding import Rotary
 from engine.kernels.linear import plain
-from engine.kernels.quantized_weight import Weight, quantise
+from engine.kernels.stored.quantized_weight import Weight, quantise
 from engine.onnx.quantize import Packing
 from engine.onnx.runtime import OnnxDecoder
 from engine.passes.activations import Activations

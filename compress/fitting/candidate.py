@@ -27,7 +27,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN
 from engine.families.tensor_names import expert_tensor, ffn_parts
-from engine.kernels.scheme import PLAIN_BITS
+from engine.kernels.stored.scheme import PLAIN_BITS
 
 SMALLER, RESULT = "smaller", "result"
 """Directories of a candidate's models in the work directory: before it is rounded, and after."""

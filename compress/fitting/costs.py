@@ -27,7 +27,7 @@ from torch import Tensor
 from compress.fitting.choices import Limit, choose
 from compress.fitting.rounding_costs import DOWN, PARTS, READERS
 from compress.fitting.sizes import Sizes, kept_levels
-from engine.kernels.scheme import PLAIN_BITS
+from engine.kernels.stored.scheme import PLAIN_BITS
 
 MOST_LEVELS = 16
 """Most numbers of hidden units that an expert may keep, beside none."""

@@ -33,8 +33,8 @@ from engine.decoder.model import DecoderLayer
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
-from engine.kernels.quantized_weight import as_tensor
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.quantized_weight import as_tensor
+from engine.kernels.stored.scheme import Scheme
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 

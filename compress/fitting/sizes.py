@@ -16,7 +16,7 @@ from engine.families.experts import DOWN
 from engine.families.tensor_names import expert_tensor, ffn_parts
 from engine.families.tensor_shapes import expected_tensors, expert_rows, expert_shapes, routed_tensors
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, PAGE_BYTES
-from engine.kernels.scheme import PLAIN_BITS, Scheme
+from engine.kernels.stored.scheme import PLAIN_BITS, Scheme
 
 START_BYTES = 64 + PAGE_BYTES
 """Bytes of the length, the metadata and the padding of a file's header, at most."""

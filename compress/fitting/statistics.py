@@ -28,7 +28,7 @@ from compress.rounding.memory import rounding_bytes
 from compress.rounding.mixed_widths import other_matrices
 from compress.run.job import Run
 from compress.run.work_directory import WorkDirectory
-from engine.kernels.scheme import PLAIN_BITS, Scheme
+from engine.kernels.stored.scheme import PLAIN_BITS, Scheme
 from engine.passes.memory_need import MemoryDemand
 
 FitRun = Run[FitOptions, Prunable]

@@ -15,8 +15,8 @@ from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.decoder.parameters import layer_weights
 from engine.families.config import DecoderConfig
-from engine.kernels.quantized_weight import quantise
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.quantized_weight import quantise
+from engine.kernels.stored.scheme import Scheme
 from engine.passes.streaming import Visit
 
 

@@ -11,7 +11,7 @@ from compress.options.quantize import ROUND
 from compress.options.refit import RefitOptions
 from compress.plans.selection import REMOVE
 from engine.errors import OptionError
-from engine.kernels.scheme import BITS, PLAIN_BITS
+from engine.kernels.stored.scheme import BITS, PLAIN_BITS
 from engine.options import changed, declared, left_out, option, part, unlisted
 
 TARGET = "Target"

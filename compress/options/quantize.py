@@ -14,7 +14,7 @@ from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import name_on_disk
 from engine.families.tensor_shapes import attention_weights, expected_tensors, feed_forward_weights
-from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
+from engine.kernels.stored.scheme import BITS, WHOLE_ROW, Scheme
 from engine.options import changed, check, declared, declared_part, left_out, option, part, unlisted
 
 ROUND = "Quantization"

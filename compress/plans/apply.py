@@ -54,8 +54,8 @@ from engine.families.tensor_shapes import expected_tensors, expert_rows, names_o
 from engine.files.json_file import write_json
 from engine.files.mapped_file import RELEASE_EVERY_BYTES
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
-from engine.kernels.quantized_weight import QuantizedWeight, Weight
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.quantized_weight import QuantizedWeight, Weight
+from engine.kernels.stored.scheme import Scheme
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:

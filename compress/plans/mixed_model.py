@@ -11,8 +11,8 @@ from compress.rounding.mixed_widths import Widths, mixed_widths
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import UnsupportedError
-from engine.kernels.quantized_weight import QuantizedWeight
-from engine.kernels.scheme import PLAIN_BITS
+from engine.kernels.stored.quantized_weight import QuantizedWeight
+from engine.kernels.stored.scheme import PLAIN_BITS
 
 
 def write_mixed_widths(

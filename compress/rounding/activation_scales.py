@@ -50,8 +50,8 @@ from engine.families.tensor_shapes import noise_tensors, router_tensors
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
-from engine.kernels.quantized_weight import as_tensor, quantise
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.quantized_weight import as_tensor, quantise
+from engine.kernels.stored.scheme import Scheme
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 

@@ -28,8 +28,8 @@ from engine.decoder.parameters import layer_weights
 from engine.files.mapped_file import Releasing
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
-from engine.kernels.quantized_weight import QuantizedWeight, Weight
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.quantized_weight import QuantizedWeight, Weight
+from engine.kernels.stored.scheme import Scheme
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 

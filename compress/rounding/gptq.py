@@ -24,8 +24,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.quantized_weight import ROUND_ELEMENTS, QuantizedWeight, packed, quantise
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.quantized_weight import ROUND_ELEMENTS, QuantizedWeight, packed, quantise
+from engine.kernels.stored.scheme import Scheme
 
 DAMPING = 0.01
 """Share of the mean diagonal of H that is added to its diagonal."""

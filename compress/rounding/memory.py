@@ -10,7 +10,7 @@ from compress.rounding.activation_scales import SAMPLE_TOKENS
 from compress.rounding.feedback_pass import MOMENT_BYTES_WITHIN_LIMIT
 from compress.rounding.gptq import MOST_WEIGHTS, factoring_bytes
 from engine.files.mapped_file import RELEASE_EVERY_BYTES
-from engine.kernels.quantized_weight import ROUND_ELEMENTS
+from engine.kernels.stored.quantized_weight import ROUND_ELEMENTS
 
 _PIECE = 12 * 4 * ROUND_ELEMENTS
 """Temporary values while some rows are rounded."""

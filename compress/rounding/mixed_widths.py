@@ -17,7 +17,7 @@ from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import expert_tensor, ffn_parts
 from engine.families.tensor_shapes import feed_forward_weights, routed_tensors
-from engine.kernels.scheme import BITS, PLAIN_BITS, Scheme
+from engine.kernels.stored.scheme import BITS, PLAIN_BITS, Scheme
 
 Widths = Mapping[tuple[int, int, int], int]
 """Bits of matrices of routed experts, by decoder layer, expert and projection (engine.families.experts: GATE, UP, DOWN)."""

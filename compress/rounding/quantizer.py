@@ -20,8 +20,8 @@ from compress.report.figures import RoundingFigures
 from compress.rounding.activation_scales import Rescaling
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.families.results import mixes_bits
-from engine.kernels.quantized_weight import QuantizedWeight, quantise
-from engine.kernels.scheme import WHOLE_ROW
+from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
+from engine.kernels.stored.scheme import WHOLE_ROW
 
 _OLDEST_BITS = 4
 """Fewest bits that every version of compressed-tensors packs alike."""

@@ -56,7 +56,7 @@ from engine.files.json_file import load_json
 from engine.files.mapped_file import RELEASE_EVERY_BYTES, Releasing
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import open_shards
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.scheme import Scheme
 from engine.passes import heap
 from engine.passes.layerwise import SWEEP_TOKENS
 from engine.transformers_models.image_reader import check_vision

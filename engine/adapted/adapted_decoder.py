@@ -27,7 +27,7 @@ from engine.adapted.low_bit_layers import LowBitLayers
 from engine.adapted.low_bit_weights import LowBitLinear, LowBitStack
 from engine.errors import UnsupportedError
 from engine.kernels.kernel_choice import prepare_decoding
-from engine.kernels.quantized_weight import LowBitWeight
+from engine.kernels.stored.quantized_weight import LowBitWeight
 from engine.progress import Progress, no_progress
 from engine.transformers_models.image_sequence import ImageSequence
 from engine.transformers_models.transformers_model import quiet_transformers

@@ -34,7 +34,7 @@ from engine.errors import UnsupportedError
 from engine.families.layer_config import Activation, ClampedSwiglu, GatedGelu
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice, is_served, prepare_decoding
 from engine.kernels.linear import as_bfloat16, expert_form, linear, places_of, serves_rows, transposed_linear
-from engine.kernels.quantized_weight import LowBitWeight, Weight
+from engine.kernels.stored.quantized_weight import LowBitWeight, Weight
 
 NAME = "moe-compress"
 """Name of the implementation, for `experts_implementation=` of transformers."""

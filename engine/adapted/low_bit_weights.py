@@ -21,8 +21,8 @@ from engine.families.experts import DOWN, GATE, PROJECTIONS, UP
 from engine.files.mapped_file import MappedFile
 from engine.kernels.kernel_choice import KernelChoice
 from engine.kernels.linear import linear, linears
-from engine.kernels.quantized_weight import QuantizedWeight
-from engine.kernels.scheme import WHOLE_ROW, Scheme
+from engine.kernels.stored.quantized_weight import QuantizedWeight
+from engine.kernels.stored.scheme import WHOLE_ROW, Scheme
 
 _WORD_BITS = 32
 

@@ -45,13 +45,13 @@ from engine.files.finite import can_check, is_finite
 from engine.files.json_file import shown
 from engine.files.mapped_file import RELEASE_EVERY_BYTES, MappedFile, Releasing, state_of
 from engine.files.safetensors_file import SafetensorsFile, open_shards
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.scheme import Scheme
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engine.kernels.quantized_weight import Weight
+    from engine.kernels.stored.quantized_weight import Weight
 
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; other commands need the checkpoint behind it"
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -172,7 +172,7 @@ class Checkpoint(ModelDirectory):
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor as a plain one; a low-bit tensor is dequantized to `dtype`, by default the dtype of its scales."""
         stored = self.stored(name, dtype)
-        from engine.kernels.quantized_weight import QuantizedWeight, as_tensor  # here: headers are read without torch
+        from engine.kernels.stored.quantized_weight import QuantizedWeight, as_tensor  # here: headers are read without torch
 
         if not isinstance(stored, QuantizedWeight):
             return as_tensor(stored)
@@ -371,7 +371,7 @@ class Checkpoint(ModelDirectory):
         """Raise CheckpointError if one weight, as it is read, holds NaN or infinity."""
         import torch
 
-        from engine.kernels.quantized_weight import QuantizedWeight, as_tensor
+        from engine.kernels.stored.quantized_weight import QuantizedWeight, as_tensor
 
         stored = self.stored(name)
         tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else as_tensor(stored)
@@ -410,7 +410,7 @@ class Checkpoint(ModelDirectory):
         block_types: types of a GGUF file's blocks and of packed floats whose matrices stay as they are stored. Others are
         dequantized when they are read.
         """
-        from engine.kernels.quantized_weight import moved  # here: it imports torch, headers are read without
+        from engine.kernels.stored.quantized_weight import moved  # here: it imports torch, headers are read without
 
         source = self.source(dtype, device)
 

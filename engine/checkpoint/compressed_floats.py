@@ -18,7 +18,7 @@ from engine.checkpoint.nvfp4 import GROUP
 from engine.checkpoint.pack_quantized import CONFIG_KEY, check_entry, honour, schemes_of
 from engine.errors import UnsupportedError
 from engine.files.json_file import shown
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.scheme import Scheme
 
 _FLOAT8_FORMATS = ("float-quantized", "naive-quantized")
 

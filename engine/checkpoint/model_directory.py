@@ -25,7 +25,7 @@ from engine.families.wrappers import language_model
 from engine.files.gguf_file import SUFFIX, is_gguf
 from engine.files.json_file import load_json
 from engine.files.model_files import check_entries
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.scheme import Scheme
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo_model"

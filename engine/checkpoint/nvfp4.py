@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engine.kernels.quantized_weight import LowBitWeight
+    from engine.kernels.stored.quantized_weight import LowBitWeight
 
 FORMAT = "nvfp4-pack-quantized"
 GLOBAL = "_global_scale"
 GROUP = 16
 NVFP4 = "NVFP4"
-"""Name of the type, as in engine/kernels/float_weight.py."""
+"""Name of the type, as in engine/kernels/stored/float_weight.py."""
 
 
 class Nvfp4View(StoredView):
@@ -95,7 +95,7 @@ class Nvfp4View(StoredView):
 
     def weight(self, kinds: Container[str]) -> LowBitWeight | None:
         """Return the matrix as it is stored, mapped; None if the kernels do not multiply it so."""
-        from engine.kernels.float_weight import FloatWeight, fits_kernels  # here: headers are read without torch
+        from engine.kernels.stored.float_weight import FloatWeight, fits_kernels  # here: headers are read without torch
 
         if NVFP4 not in kinds or not fits_kernels(NVFP4, self.shape):
             return None

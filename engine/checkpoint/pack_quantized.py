@@ -25,13 +25,13 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.files.element_type import BFLOAT16, FLOAT16, FLOAT32, INT32, INT64
 from engine.files.json_file import shown
 from engine.files.mapped_file import MappedFile
-from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
+from engine.kernels.stored.scheme import BITS, WHOLE_ROW, Scheme
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engine.kernels.quantized_weight import QuantizedWeight
+    from engine.kernels.stored.quantized_weight import QuantizedWeight
 
 CONFIG_KEY = "quantization_config"
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
@@ -249,7 +249,7 @@ class QuantizedView:
         """Return the weight, memory-mapped. Raises CheckpointError if its stored shape differs from the config's."""
         import torch  # here: headers are read without it
 
-        from engine.kernels.quantized_weight import QuantizedWeight
+        from engine.kernels.stored.quantized_weight import QuantizedWeight
 
         packed, scales, shape = (file.tensor(name) for file, name in zip(self._files, self.stored_names, strict=True))
         if tuple(shape.tolist()) != self.shape:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engine.kernels.quantized_weight import LowBitWeight
+    from engine.kernels.stored.quantized_weight import LowBitWeight
 
 FP8, MXFP4 = "FP8", "MXFP4"
-"""Names of types of packed floats, as in engine/kernels/float_weight.py."""
+"""Names of types of packed floats, as in engine/kernels/stored/float_weight.py."""
 SAME_MODEL = "config.json and the weights must be of the same model"
 
 
@@ -126,7 +126,7 @@ class StoredView:
             return None
         import torch  # here: headers are read without it
 
-        from engine.kernels.float_weight import FloatWeight, fits_kernels
+        from engine.kernels.stored.float_weight import FloatWeight, fits_kernels
 
         scales, block = self.scales.of(self.shape)
         if not fits_kernels(FP8, self.shape, block):
@@ -175,7 +175,7 @@ class _PackedView(StoredView):
 
     def weight(self, kinds: Container[str]) -> LowBitWeight | None:
         """Return the projection as it is stored, mapped; None if it is a bias, or the kernels do not multiply it so."""
-        from engine.kernels.float_weight import FloatWeight, fits_kernels  # here: headers are read without torch
+        from engine.kernels.stored.float_weight import FloatWeight, fits_kernels  # here: headers are read without torch
 
         if MXFP4 not in kinds or len(self.shape) != 2 or not fits_kernels(MXFP4, self.shape):
             return None

@@ -21,7 +21,7 @@ from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears, multiplies_bfloat16
-from engine.kernels.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
+from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 Cache = KeyValueCache | PagedBatch
 

@@ -28,7 +28,7 @@ from engine.decoder.routing import Routing, Selection, Skipping, TopK
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
 from engine.kernels.linear import addresses, as_bfloat16, expert_form, kernel_form
-from engine.kernels.quantized_weight import Weight
+from engine.kernels.stored.quantized_weight import Weight
 
 
 @dataclass

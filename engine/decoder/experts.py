@@ -35,7 +35,7 @@ from engine.kernels.linear import (
     plain,
     serves_rows,
 )
-from engine.kernels.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
+from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
 

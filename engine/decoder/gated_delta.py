@@ -34,7 +34,7 @@ from engine.families.layer_config import GatedDeltaConfig
 from engine.families.tensor_names import GATED_DELTA, SPLIT_GATED_DELTA, attention_prefix
 from engine.kernels.kernel_choice import KernelChoice
 from engine.kernels.linear import as_bfloat16, linear, linears
-from engine.kernels.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
+from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 BLOCK = GatedDeltaConfig.block
 """Number of positions in one block."""

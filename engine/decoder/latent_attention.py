@@ -28,7 +28,7 @@ from engine.families.config import DecoderConfig
 from engine.families.tensor_names import LATENT_UP
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import is_emulated, linear, linears
-from engine.kernels.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
+from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, independent of the config."""

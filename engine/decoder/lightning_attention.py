@@ -28,7 +28,7 @@ from engine.families.config import DecoderConfig
 from engine.families.layer_config import LightningConfig
 from engine.families.tensor_names import LIGHTNING
 from engine.kernels.linear import linear, linears
-from engine.kernels.quantized_weight import Weight, frozen, frozen_tensor
+from engine.kernels.stored.quantized_weight import Weight, frozen, frozen_tensor
 
 BLOCK = LightningConfig.block
 """Number of positions in one block."""

@@ -37,7 +37,7 @@ from engine.families.layer_config import Mamba2Config
 from engine.families.tensor_names import MAMBA2, attention_prefix
 from engine.kernels.kernel_choice import KernelChoice
 from engine.kernels.linear import as_bfloat16, linear
-from engine.kernels.quantized_weight import Weight, frozen, frozen_tensor
+from engine.kernels.stored.quantized_weight import Weight, frozen, frozen_tensor
 
 BLOCK = Mamba2Config.block
 """Number of positions in one block."""

@@ -73,11 +73,11 @@ from engine.families.tensor_names import (
     shared_tensor,
     weight_scale_tensor,
 )
-from engine.kernels.block_weight import BlockWeight, frozen_embedding
 from engine.kernels.devices import keep_few_shapes
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import embedding, linear, plain
-from engine.kernels.quantized_weight import LowBitWeight, Weight, as_tensor, frozen, frozen_tensor
+from engine.kernels.stored.block_weight import BlockWeight, frozen_embedding
+from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, as_tensor, frozen, frozen_tensor
 
 TensorSource = Callable[[str], Weight]
 FINAL_NORM = "model.norm"

@@ -35,7 +35,7 @@ from engine.families.tensor_names import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.kernels.quantized_weight import LowBitWeight
+from engine.kernels.stored.quantized_weight import LowBitWeight
 
 Named = tuple[str, nn.Parameter | LowBitWeight]
 """A weight and its name."""

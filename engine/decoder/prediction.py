@@ -21,7 +21,7 @@ from engine.families.config import DecoderConfig
 from engine.families.tensor_names import PREDICTION_NORMS, PREDICTION_PROJECTION
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import linear
-from engine.kernels.quantized_weight import frozen, frozen_tensor
+from engine.kernels.stored.quantized_weight import frozen, frozen_tensor
 
 _PREFIX = "model.layers.0"
 

@@ -20,7 +20,7 @@ from engine.decoder.convolution import causal_convolution
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import SHORT_CONVOLUTION, attention_prefix
 from engine.kernels.linear import linear
-from engine.kernels.quantized_weight import Weight, frozen, frozen_tensor
+from engine.kernels.stored.quantized_weight import Weight, frozen, frozen_tensor
 
 
 class ShortConvolution(nn.Module):

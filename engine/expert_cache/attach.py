@@ -18,7 +18,7 @@ from engine.errors import OptionError, UnsupportedError
 from engine.expert_cache.cache import ExpertCache
 from engine.expert_cache.places import FileMemories
 from engine.kernels.kernel_choice import DECODING
-from engine.kernels.quantized_weight import Weight
+from engine.kernels.stored.quantized_weight import Weight
 from engine.passes.memory_need import MemoryDemand, batch_bytes
 
 MOST_TOKENS = 512

@@ -14,7 +14,7 @@ from engine.errors import UnsupportedError
 from engine.expert_cache.file_memory import Extent, FileMemory
 from engine.expert_cache.policies import Key
 from engine.families.tensor_names import expert_parts, expert_tensor
-from engine.kernels.quantized_weight import Weight
+from engine.kernels.stored.quantized_weight import Weight
 
 SMALL_BYTES = 16_384
 """Tensors of which an expert has so much or less are always in memory: shapes, biases and short scales."""

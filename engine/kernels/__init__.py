@@ -5,12 +5,11 @@ here. Importing this package loads nothing. Start with `linear`, which chooses b
 read `compiled`, which holds the functions that call the kernels.
 
 Each file of the compiled kernels for the CPU (Numba, optional: `pip install moe-compress[fast]`) has one task: `products`
-and `dot_products` (matrices times a few vectors), `low_bit` (matrices of 8 to 2 bits, as `unpacking` unpacks them, times
-vectors of `rounded_vectors`), `block_products` (matrices in GGUF's blocks, whose layouts are in `block_types`), `panels`
-(matrices times many vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts), `attention`,
-`gated_delta` and `mamba2` (linear attention, both with the filters of `convolution`), and `step` (all layers for one token).
-Each file begins with the record that its kernels are given. `compiling` decides when a kernel is compiled, and
-`cache_directory` where the code is kept; kernels are written with `instructions`, `memory` and `arithmetic`.
+and `dot_products` (matrices times a few vectors), `panels` (matrices times many vectors), `experts` and `expert_panels`
+(SwiGLU of the chosen experts), `attention`, `gated_delta` and `mamba2` (linear attention, both with the filters of
+`convolution`), and `step` (all layers for one token). Each file begins with the record that its kernels are given. The
+folder `stored` has the products of low-bit weights, packed floats and GGUF's blocks, and `compiler` has what kernels are
+written with.
 
 Decoding is bound by memory bandwidth. The kernels read each weight once for all vectors, one block of rows after another,
 in one or two streams per thread, and accumulate in float32. One call does the work of a dozen torch operations:

@@ -9,11 +9,11 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.arithmetic import exp, narrow, wide_vector, widen
-from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.instructions import FLOAT, INDEX, at, load, loop, many, repeated, widened
-from engine.kernels.memory import address_of, call, floats, halves, integers, keep, record_at
-from engine.kernels.parallel import kernels_at, loop_for
+from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.compiler.instructions import FLOAT, INDEX, at, load, loop, many, repeated, widened
+from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
+from engine.kernels.compiler.parallel import kernels_at, loop_for
 
 ATTENTION = np.dtype(
     [

@@ -13,24 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import attention, block_products, expert_panels, experts, float_products, low_bit, panels, step
+from engine.kernels import attention, expert_panels, experts, panels, step
 from engine.kernels import gated_delta as delta_kernels
 from engine.kernels import mamba2 as mamba2_kernels
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
-from engine.kernels.block_types import BLOCK_KINDS
-from engine.kernels.cache_directory import cache_directory
-from engine.kernels.compiling import KERNELS, Kernel, prepare
+from engine.kernels.compiler.cache_directory import cache_directory
+from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
+from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads
+from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.experts import EXPERT, EXPERTS
-from engine.kernels.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
-from engine.kernels.forms import BLOCKS, MIXED, PLAIN, Form, form_address, form_kernels, own_forms
-from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.panels import multiplies_many
-from engine.kernels.parallel import TABLE_ADDRESS, threads_used, use_threads
-from engine.kernels.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.products import PRODUCTS
-from engine.kernels.rounded_vectors import ROUNDED
 from engine.kernels.step import BEFORE_EXPERTS, HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
+from engine.kernels.stored import block_products, float_products, low_bit
+from engine.kernels.stored.block_types import BLOCK_KINDS
+from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
+from engine.kernels.stored.forms import BLOCKS, MIXED, PLAIN, Form, form_address, form_kernels, own_forms
+from engine.kernels.stored.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
+from engine.kernels.stored.rounded_vectors import ROUNDED
 
 __all__ = [
     "BEFORE_EXPERTS",

@@ -7,9 +7,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.arithmetic import exp, widen
-from engine.kernels.compiling import helper, inline
-from engine.kernels.memory import floats, halves
+from engine.kernels.compiler.arithmetic import exp, widen
+from engine.kernels.compiler.compiling import helper, inline
+from engine.kernels.compiler.memory import floats, halves
 
 
 @inline

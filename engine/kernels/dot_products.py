@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.arithmetic import narrow
-from engine.kernels.compiling import KERNELS, kernel
-from engine.kernels.instructions import (
+from engine.kernels.compiler.arithmetic import narrow
+from engine.kernels.compiler.compiling import KERNELS, kernel
+from engine.kernels.compiler.instructions import (
     AHEAD,
     FLOAT,
     FLOATS,
@@ -33,8 +33,8 @@ from engine.kernels.instructions import (
     many,
     widened,
 )
-from engine.kernels.memory import floats, halves
-from engine.kernels.processor import MULTIPLIES_BFLOAT16
+from engine.kernels.compiler.memory import floats, halves
+from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
 
 MULTIPLY = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 """The signature of the kernels that multiply a few vectors:

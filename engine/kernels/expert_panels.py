@@ -10,13 +10,13 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.arithmetic import narrow, narrow_pair, wide_vector
-from engine.kernels.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.compiler.arithmetic import narrow, narrow_pair, wide_vector
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.compiler.instructions import LANES
+from engine.kernels.compiler.memory import address_of, aligned, call, floats, halves, integers, keep, pairs
+from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.experts import EXPERT_BYTES, NO_GATE, expert_at, experts_at, unit
-from engine.kernels.instructions import LANES
-from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, pairs
 from engine.kernels.panels import pack, panel_rows, panels, plain_rows, turned
-from engine.kernels.parallel import kernels_at
 
 _DOWN_ROWS = 32
 """Maximum number of rows of the down projections that one thread takes."""

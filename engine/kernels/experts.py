@@ -13,12 +13,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.arithmetic import exp, narrow, wide_vector
-from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.forms import form_at, form_of, scales_of
-from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
-from engine.kernels.parallel import kernels_at, loop_for
+from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.compiler.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
+from engine.kernels.compiler.parallel import kernels_at, loop_for
 from engine.kernels.products import MATRIX, block_rows, row_bytes, row_scale_bytes, vector_bytes
+from engine.kernels.stored.forms import form_at, form_of, scales_of
 
 EXPERT = np.dtype(
     [

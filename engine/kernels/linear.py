@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.block_weight import BlockWeight
-from engine.kernels.float_weight import FloatWeight
 from engine.kernels.kernel_choice import TORCH, KernelChoice, is_served, loaded_kernels
-from engine.kernels.quantized_weight import LowBitWeight, QuantizedWeight, Weight
+from engine.kernels.stored.block_weight import BlockWeight
+from engine.kernels.stored.float_weight import FloatWeight
+from engine.kernels.stored.quantized_weight import LowBitWeight, QuantizedWeight, Weight
 
 WIDEN_FROM_ROWS = 4
 """Minimum number of rows for widening. Fewer rows are multiplied one by one: each reads the weight once, which costs less

@@ -11,11 +11,11 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.arithmetic import exp, narrow, widen
-from engine.kernels.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.compiler.arithmetic import exp, narrow, widen
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.compiler.memory import call, floats, halves, record_at
+from engine.kernels.compiler.parallel import kernels_at, loop_for
 from engine.kernels.convolution import convolve, silu, softplus
-from engine.kernels.memory import call, floats, halves, record_at
-from engine.kernels.parallel import kernels_at, loop_for
 
 MAMBA2 = np.dtype(
     [

@@ -16,15 +16,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.arithmetic import as_float, narrow, narrow_pair
-from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.forms import form_at, form_of, scales_of
-from engine.kernels.instructions import FLOATS, INDEX, INT, INTS, LANES, add_pairs, at, fetch, load, loop
-from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS
-from engine.kernels.memory import address_of, aligned, call, halves, integers, keep, pairs
-from engine.kernels.parallel import kernels_at
-from engine.kernels.processor import MULTIPLIES_BFLOAT16
+from engine.kernels.compiler.arithmetic import as_float, narrow, narrow_pair
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.compiler.instructions import FLOATS, INDEX, INT, INTS, LANES, add_pairs, at, fetch, load, loop
+from engine.kernels.compiler.memory import address_of, aligned, call, halves, integers, keep, pairs
+from engine.kernels.compiler.parallel import kernels_at
+from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
 from engine.kernels.products import MATRIX_BYTES, matrix_at, products_at, row_bytes
+from engine.kernels.stored.forms import form_at, form_of, scales_of
+from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS
 
 _PANEL_VECTORS = 6
 """Number of vector registers of tokens that are multiplied with four matrix rows at once. Their sums fill the registers."""

@@ -7,11 +7,11 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.arithmetic import narrow, wide_vector, widen
-from engine.kernels.compiling import BLOCK, JOB, inline, kernel
-from engine.kernels.forms import form_at, form_of
-from engine.kernels.memory import address_of, aligned, call, halves, integers, keep, record_at
-from engine.kernels.parallel import kernels_at, loop_for
+from engine.kernels.compiler.arithmetic import narrow, wide_vector, widen
+from engine.kernels.compiler.compiling import BLOCK, JOB, inline, kernel
+from engine.kernels.compiler.memory import address_of, aligned, call, halves, integers, keep, record_at
+from engine.kernels.compiler.parallel import kernels_at, loop_for
+from engine.kernels.stored.forms import form_at, form_of
 
 MOST_ROWS, FEWEST_ROWS = 128, 32
 """Numbers of matrix rows that one thread multiplies with all vectors before it goes on. Memory delivers a matrix faster the

@@ -12,12 +12,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.arithmetic import exp, narrow, wide_vector, widen
 from engine.kernels.attention import ATTENTION, attention_at
-from engine.kernels.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
+from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.experts import EXPERTS, experts_at
-from engine.kernels.memory import address_of, call, floats, halves, integers, keep, record_at
-from engine.kernels.parallel import kernels_at
 from engine.kernels.products import MATRIX, PRODUCTS, products_at
 
 NO_NORM, HEAD_NORM, WHOLE_NORM = 0, 1, 2

@@ -40,7 +40,7 @@ from engine.families.tensor_names import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.kernels.quantized_weight import QuantizedWeight
+from engine.kernels.stored.quantized_weight import QuantizedWeight
 from engine.onnx.graph import FLOAT, INT64, MICROSOFT, Graph
 from engine.onnx.layers import ROUNDED_ACTIVATIONS, Parts, cast, float32, in_turns
 from engine.onnx.quantize import block_size

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import ClampedSwiglu
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, quantise
+from engine.kernels.stored.quantized_weight import QuantizedWeight, Weight, quantise
 from engine.onnx.graph import FLOAT, MICROSOFT, Graph
 from engine.onnx.quantize import Packing, block_size
 

@@ -21,7 +21,7 @@ from engine.decoder.attention import Positions
 from engine.decoder.experts import Expert
 from engine.decoder.model import DecoderLayer, Outer, TensorSource, embedded, positions_for
 from engine.families.rotary_embedding import Rotary
-from engine.kernels.quantized_weight import Weight
+from engine.kernels.stored.quantized_weight import Weight
 from engine.passes import heap, processes
 from engine.passes.activations import Activations, Shelf, closed_on_error
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget

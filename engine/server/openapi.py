@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from engine.server.doors.error_forms import is_anthropic
 from engine.server.doors.table import DOORS
-from engine.server.schema import Body, ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from engine.server.reading.schema import Body, ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """Responses of the OpenAPI schema: JSON, or server-sent events."""

@@ -12,7 +12,7 @@ from engine.errors import OptionError
 from engine.generation.options import MACHINE, OWN_LAYERS, OpenOptions
 from engine.options import check, like, option
 from engine.replies.table import AUTO, NONE, REASONING_FORMS, TOOL_FORMS
-from engine.server.hosts import is_local, plain_host
+from engine.server.connections.hosts import is_local, plain_host
 
 DEFAULT_MODEL = "demo"
 KEY_VARIABLE = "COMPRESS_API_KEY"
@@ -68,7 +68,7 @@ class ServeOptions:
         unset="a local address: that and localhost; else any",
         help="Name that clients may call the server by; may be given several times.",
     )
-    """Host names of the server besides its own; see `engine.server.access.allowed_hosts`."""
+    """Host names of the server besides its own; see `engine.server.connections.access.allowed_hosts`."""
     served_model_name: str | None = option(
         None, group=ADDRESS, unset="MODEL, or the name of its directory", help="Name that clients ask for MODEL by."
     )

@@ -11,10 +11,10 @@ from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
 from engine.onnx.runtime import OnnxDecoder
 from engine.replies.reply import ReplyForm
-from engine.server.body_reader import ReadingSettings
-from engine.server.image_parts import unpacked
-from engine.server.reading_process import Data, packed_bytes, unpack_tokens
-from engine.server.text_reader import tokenizer_settings
+from engine.server.reading.body_reader import ReadingSettings
+from engine.server.reading.image_parts import unpacked
+from engine.server.reading.reading_process import Data, packed_bytes, unpack_tokens
+from engine.server.reading.text_reader import tokenizer_settings
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from engine.server.options import ServeOptions
 try:
     import uvicorn
 
-    from engine.server.access import allowed_hosts
-    from engine.server.connection_limits import Connections, limited_protocol
+    from engine.server.connections.access import allowed_hosts
+    from engine.server.connections.connection_limits import Connections, limited_protocol
     from engine.server.server import Service, State, create_app
 except ModuleNotFoundError as error:
     raise OptionError(
@@ -37,7 +37,7 @@ from engine.batching.disk_cache import DiskCache
 from engine.batching.drafting import cache_sizes
 from engine.batching.loop import PREFILL_CHUNK, EngineLoop
 from engine.expert_cache.attach import MOST_TOKENS
-from engine.server.log_budget import limited_logging
+from engine.server.connections.log_budget import limited_logging
 from engine.server.model_memory import cache_bytes, left_for_cache, needed_bytes
 from engine.server.model_names import check_local, model_names
 from engine.server.models import Loading, Models

@@ -25,7 +25,15 @@ from engine.generation.options import OpenOptions
 from engine.generation.token_text import TokenText
 from engine.onnx.runtime import OnnxDecoder
 from engine.server.chat_page import chat_page
-from engine.server.connection import NAMESPACE, EventStream, Gone, Phase, RequestGate, error_response, while_connected
+from engine.server.connections.connection import (
+    NAMESPACE,
+    EventStream,
+    Gone,
+    Phase,
+    RequestGate,
+    error_response,
+    while_connected,
+)
 from engine.server.doors.form import AnswerForm, ChatForm
 from engine.server.doors.messages_answer import MessagesForm
 from engine.server.doors.responses_answer import ResponsesForm
@@ -35,13 +43,13 @@ from engine.server.exchange import Exchange
 from engine.server.metrics import Metrics, text_of_several
 from engine.server.model_memory import MODEL_BYTES
 from engine.server.models import Models, Taken
-from engine.server.name_reader import SETTINGS as NAMES_ONLY
 from engine.server.openapi import STREAMED, described_body, endpoint_list, with_error_responses
-from engine.server.reading_pool import ReadingPool
-from engine.server.reading_process import Frame
+from engine.server.reading.name_reader import SETTINGS as NAMES_ONLY
+from engine.server.reading.reading_pool import ReadingPool
+from engine.server.reading.reading_process import Frame
+from engine.server.reading.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from engine.server.requests import Asked, asked, reading_settings
 from engine.server.responses import Answer, ChatAnswer, CompletionAnswer
-from engine.server.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CLIENT_GONE = 499
 """Status for a disconnected client, used in logs only."""

@@ -105,8 +105,8 @@ def _chat(model: Path) -> None:
     """Make the token ids of a conversation, as the process that reads /v1/chat/completions does."""
     from engine.errors import CompressError
     from engine.generation.generate import Engine
-    from engine.server.body_reader import BodyReader
     from engine.server.errors import ApiError
+    from engine.server.reading.body_reader import BodyReader
     from engine.server.requests import reading_settings
 
     try:

@@ -8,7 +8,7 @@ import time
 
 import cli
 from engine.batching.scheduler import Scheduler
-from engine.server.connection import RequestGate
+from engine.server.connections.connection import RequestGate
 
 
 def hang(*arguments):

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from engine.server.connection import EventStream, error_response
+from engine.server.connections.connection import EventStream, error_response
 from engine.server.doors.form import ChatForm
 from engine.server.doors.messages_answer import MessagesForm
 from engine.server.doors.responses_answer import ResponsesForm

@@ -18,8 +18,8 @@ from typing import Any
 from scripted_loop import ScriptedLoop
 
 from engine.generation.generate import Engine
-from engine.server.connection_limits import Connections
-from engine.server.reading_pool import ReadingPool
+from engine.server.connections.connection_limits import Connections
+from engine.server.reading.reading_pool import ReadingPool
 from engine.server.requests import reading_settings
 from engine.server.serve import Server, bind
 from engine.server.server import Service, State

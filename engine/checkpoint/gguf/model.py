@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engine.kernels.block_weight import BlockWeight
+    from engine.kernels.stored.block_weight import BlockWeight
 
 SAME_FILE = "its metadata and tensors must be of the same model"
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -235,12 +235,14 @@ class GgufView(StoredView):
         """
         if self.stored.type.name not in kinds or len(self.shape) != 2:
             return None
-        from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS  # here: it imports Numba, without which there are no kinds
+        from engine.kernels.stored.low_bit import (
+            MULTIPLE_OF_OUTPUTS,  # here: it imports Numba, without which there are no kinds
+        )
 
         if self.shape[0] % MULTIPLE_OF_OUTPUTS:
             return None
         from engine.checkpoint.gguf.blocks import dequantized
-        from engine.kernels.block_weight import BlockWeight
+        from engine.kernels.stored.block_weight import BlockWeight
 
         blocks = self._in_order().view(self.shape[0], -1)
         return BlockWeight(blocks, self.stored.type.name, self.shape[1], partial(dequantized, kind=self.stored.type))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from engine.server.errors import SHOWN_CHARACTERS, SHOWN_PROBLEMS, ApiError
-from engine.server.schema import NEUTRAL, Body, ChatCompletionRequest
+from engine.server.reading.schema import NEUTRAL, Body, ChatCompletionRequest
 
 Json = dict[str, Any]
 MOST_REPEATED_BYTES = 1_000_000

@@ -11,7 +11,7 @@ from pydantic import Field
 from engine.server.doors.door import Json, Unavailable, chat_effort, extensions, without_none
 from engine.server.doors.turns import Content, Turns, image_part, joined_parts, text_part
 from engine.server.errors import ApiError
-from engine.server.schema import INT64, Body, Several, Stop, Text
+from engine.server.reading.schema import INT64, Body, Several, Stop, Text
 
 UNAVAILABLE = {
     "container": Unavailable("code runs on the client's side only"),

@@ -29,7 +29,7 @@ from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, ExportError, OptionError, OutputError, UnsupportedError
 from engine.generation.generate import Engine
-from engine.kernels.quantized_weight import quantise
+from engine.kernels.stored.quantized_weight import quantise
 
 KEYS = {"artifact", "format", "max_abs_logit_difference", "bytes"}
 PROMPTS = ["the quick brown", "a"]

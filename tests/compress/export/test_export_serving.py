@@ -35,8 +35,8 @@ from engine.decoder.kv_cache import position_bytes
 from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
-from engine.server.grammars import choice_grammar
 from engine.server.options import ServeOptions
+from engine.server.reading.grammars import choice_grammar
 from engine.server.serve import load
 from engine.server.server import State
 

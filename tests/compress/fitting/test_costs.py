@@ -25,8 +25,8 @@ from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.files.safetensors_writer import PAGE_BYTES
-from engine.kernels.quantized_weight import quantise
-from engine.kernels.scheme import BITS, Scheme
+from engine.kernels.stored.quantized_weight import quantise
+from engine.kernels.stored.scheme import BITS, Scheme
 
 LATENT = ("deepseek_v2", "kimi_k2", "glm4_moe_lite")
 FILLED = DIVISIBLE | {family: {"q_lora_rank": 24} for family in LATENT} | {"deepseek": {"moe_intermediate_size": 24}}

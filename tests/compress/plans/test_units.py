@@ -45,7 +45,7 @@ from engine.families.results import loading_note
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_tensor
 from engine.inspect import inspect
-from engine.kernels.scheme import WHOLE_ROW, Scheme
+from engine.kernels.stored.scheme import WHOLE_ROW, Scheme
 from engine.progress import no_progress
 
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))

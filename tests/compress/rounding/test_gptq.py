@@ -18,8 +18,8 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
 from engine.errors import CheckpointError, DataError
-from engine.kernels.quantized_weight import quantise
-from engine.kernels.scheme import WHOLE_ROW, Scheme
+from engine.kernels.stored.quantized_weight import quantise
+from engine.kernels.stored.scheme import WHOLE_ROW, Scheme
 
 
 def inputs_of(tokens: int, inputs: int, seed: int = 0) -> torch.Tensor:

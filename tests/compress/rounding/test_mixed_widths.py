@@ -30,8 +30,8 @@ from engine.errors import OptionError
 from engine.families.experts import DOWN, GATE, UP
 from engine.families.tensor_names import expert_tensor
 from engine.kernels.kernel_choice import DECODING
-from engine.kernels.quantized_weight import QuantizedWeight
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.quantized_weight import QuantizedWeight
+from engine.kernels.stored.scheme import Scheme
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 FAMILIES = ("mixtral", "granitemoe", "gpt_oss", "qwen2_moe")

@@ -30,8 +30,8 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.model import Decoder
 from engine.errors import OptionError
-from engine.kernels.quantized_weight import quantise
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.quantized_weight import quantise
+from engine.kernels.stored.scheme import Scheme
 
 QUANTIZE = ["quantize", "model", "--bits", "4", "--group-size", "16", "--evaluation-samples", "2", *CALIBRATION]
 BLIND = ["quantize", "model", "--bits", "8", "--group-size", "16", "--evaluation-samples", "0"]

@@ -39,8 +39,8 @@ from engine.adapted.interface_families import interface_families
 from engine.adapted.low_bit_weights import LowBitLinear, LowBitStack, stack_low_bit
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.families.experts import UP
-from engine.kernels.quantized_weight import quantise
-from engine.kernels.scheme import WHOLE_ROW
+from engine.kernels.stored.quantized_weight import quantise
+from engine.kernels.stored.scheme import WHOLE_ROW
 
 LAYOUTS = others_slow(("exaone_moe", "gpt_oss", "nemotron_h", "qwen3_vl_moe", "flex_olmo"), "exaone_moe", "gpt_oss")
 """Experts one by one; stacked, with gate and up in turn, biases and transposed weights; without gate; stacked beside a

@@ -26,7 +26,7 @@ from engine.batching.request import Request
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.errors import OptionError
 from engine.generation.generate import Engine
-from engine.server.grammars import regex_grammar
+from engine.server.reading.grammars import regex_grammar
 from engine.server.server import Service, State
 
 FAMILIES = others_slow(("exaone_moe", "nemotron_h", "kimi_linear"), "nemotron_h")

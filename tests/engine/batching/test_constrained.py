@@ -21,7 +21,7 @@ from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Grammars, Matcher
 from engine.generation.options import SamplingOptions
 from engine.server.errors import ApiError
-from engine.server.grammars import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
+from engine.server.reading.grammars import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
 
 HOT = 1.5
 PROMPT = "def main():\n"

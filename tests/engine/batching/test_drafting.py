@@ -23,7 +23,7 @@ from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.grammar_matcher import Matcher
 from engine.generation.options import SamplingOptions
-from engine.server.grammars import choice_grammar, json_schema_grammar, regex_grammar
+from engine.server.reading.grammars import choice_grammar, json_schema_grammar, regex_grammar
 
 SCHEMA = {
     "type": "object",

@@ -16,7 +16,7 @@ from engine.bench.load_test import Outcome, figures, load_test, result_block
 from engine.bench.options import LoadOptions
 from engine.errors import CompressError, OptionError
 from engine.generation.generate import Engine
-from engine.server.reading_pool import ReadingPool
+from engine.server.reading.reading_pool import ReadingPool
 from engine.server.server import State
 
 

@@ -22,7 +22,7 @@ from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.families.gguf.description import described
 from engine.families.gguf.forms import Form, HeadsInTurns, PartByPart, Rate
 from engine.files.gguf_file import GgufFile
-from engine.kernels.block_weight import BlockWeight
+from engine.kernels.stored.block_weight import BlockWeight
 
 FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
 ALIGNED: dict[str, Any] = {

@@ -21,9 +21,9 @@ from engine.checkpoint.compressed_floats import formats_of
 from engine.decoder.model import Decoder
 from engine.errors import CheckpointError, UnsupportedError
 from engine.generation.generate import Engine
-from engine.kernels.float_weight import FloatWeight
 from engine.kernels.kernel_choice import DECODING, PROMPT
-from engine.kernels.quantized_weight import Weight, as_tensor
+from engine.kernels.stored.float_weight import FloatWeight
+from engine.kernels.stored.quantized_weight import Weight, as_tensor
 
 MODELS: dict[str, tuple[Any, str]] = {
     "blocks": (partial(save_float8, "qwen3_moe"), "FP8"),

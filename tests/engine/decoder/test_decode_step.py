@@ -22,7 +22,7 @@ from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Selection, Skipping
 from engine.kernels.kernel_choice import DECODING
-from engine.kernels.quantized_weight import QuantizedWeight, quantise
+from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
 
 TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1))
 NOT_WHOLE = {"llama_moe", "ernie4_5", "deepseek_v2", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"}

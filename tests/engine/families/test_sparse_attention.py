@@ -27,7 +27,7 @@ from engine.families.plain_config import PlainConfig
 from engine.families.resolve import decoder_config
 from engine.families.tensor_shapes import expected_tensors
 from engine.generation.generate import Engine
-from engine.kernels.scheme import Scheme
+from engine.kernels.stored.scheme import Scheme
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 SELECTED = 8

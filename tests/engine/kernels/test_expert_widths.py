@@ -21,7 +21,7 @@ from engine.decoder.routing import NO_EXPERT, Selection, TopK
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.kernel_choice import DECODING, PROMPT, TORCH
 from engine.kernels.linear import plain
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, quantise
+from engine.kernels.stored.quantized_weight import QuantizedWeight, Weight, quantise
 
 CLAMPED = ClampedSwiglu(1.7, 2.0)
 PLAIN, SCALED, BIASED, UNGATED = "plain", "scaled inputs", "clamped, with biases", "without a gate"
@@ -143,8 +143,8 @@ def replaced(address_1: Any, function: Any) -> Iterator[None]:
 @needs_numba
 def test_every_weight_of_the_chosen_experts_is_read_once_in_equal_blocks() -> None:
     """Python functions stand in for the loop over blocks and for the product, and write down what they are given."""
-    from engine.kernels.compiling import TABLE
-    from engine.kernels.forms import _record
+    from engine.kernels.compiler.compiling import TABLE
+    from engine.kernels.stored.forms import _record
 
     form, blocks, read = _record(kernels.PLAIN), [], []
     multiply = CFUNCTYPE(None, *[c_int64] * 9)(int(form["multiply"][0]))

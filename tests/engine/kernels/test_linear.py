@@ -22,8 +22,8 @@ from engine.errors import OptionError
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, linears, plain, transposed_linear
-from engine.kernels.quantized_weight import quantise
-from engine.kernels.scheme import BITS
+from engine.kernels.stored.quantized_weight import quantise
+from engine.kernels.stored.scheme import BITS
 
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])

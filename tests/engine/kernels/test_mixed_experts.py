@@ -13,7 +13,7 @@ from engine.decoder.experts import CompiledExperts, Expert, expert_of
 from engine.decoder.routing import NO_EXPERT, Selection
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.linear import expert_form, kernel_form, plain
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, quantise
+from engine.kernels.stored.quantized_weight import QuantizedWeight, Weight, quantise
 
 HIDDEN, WIDTHS = 160, (96, 128, 96, 64, 96)
 BITS = ((2, 3, 4), (3, 3, 2), (16, 4, 8), (8, 2, 16), (4, 4, 4))

@@ -21,7 +21,7 @@ from engine.decoder.routing import NO_EXPERT, Selection, Skipping, TopK
 from engine.decoder.triton_experts import TritonExperts, can_serve, sizes, tiles, use_triton
 from engine.errors import OptionError
 from engine.families.layer_config import ClampedSwiglu
-from engine.kernels.quantized_weight import quantise
+from engine.kernels.stored.quantized_weight import quantise
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}

@@ -14,7 +14,7 @@ from server_for_tests import scripted_state, served, wait_for
 
 from engine.generation.generate import Engine
 from engine.server.models import Loading, Models
-from engine.server.reading_pool import ReadingPool
+from engine.server.reading.reading_pool import ReadingPool
 from engine.server.server import Service, State
 
 SOURCES = Path(__file__).resolve().parents[3] / "engine" / "server" / "page"

@@ -15,7 +15,7 @@ from attacks_for_tests import attack_files, load_attack
 from server_for_tests import scripted_state, served
 
 from engine.generation.generate import Engine
-from engine.server.reading_pool import ReadingPool
+from engine.server.reading.reading_pool import ReadingPool
 
 ATTACKS = attack_files("requests")
 HUNG_SECONDS = 30

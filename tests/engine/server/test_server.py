@@ -23,8 +23,8 @@ from engine.checkpoint.chat_template import DEFAULT_TEMPLATE
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.skip_tables import SkipTables
 from engine.generation.generate import Engine
+from engine.server.reading.text_reader import TextReader, tokenizer_settings
 from engine.server.server import Service, State
-from engine.server.text_reader import TextReader, tokenizer_settings
 
 PROMPT = "def größer(a):"
 """A prompt of 18 bytes, which are its tokens. The characters ö and ß have two bytes each."""

@@ -15,8 +15,8 @@ from scripted_loop import ScriptedLoop
 from server_for_tests import scripted_state, served, wait_for
 
 from engine.generation.generate import Engine
-from engine.server.connection import MOST_BODY_BYTES
-from engine.server.reading_pool import ReadingPool
+from engine.server.connections.connection import MOST_BODY_BYTES
+from engine.server.reading.reading_pool import ReadingPool
 from engine.server.server import State
 
 TEXT = "answer"

@@ -8,7 +8,7 @@ import pytest
 
 from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError
-from engine.server.schema import ChatCompletionRequest
+from engine.server.reading.schema import ChatCompletionRequest
 
 DOOR = DOORS["/v1/messages"]
 HI = [{"role": "user", "content": "hi"}]

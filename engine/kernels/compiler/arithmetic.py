@@ -1,0 +1,74 @@
+"""Conversion between bfloat16 and float32, and the exponential function, in operations that vectorize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from engine.kernels.compiler.compiling import inline
+from engine.kernels.compiler.memory import halves
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_float(context: Any, bits: Any) -> Any:
+    """Return the float32 with these 32 bits. A bfloat16 is the upper half of a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return numba.float32(numba.uint32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _as_bits(context: Any, value: Any) -> Any:
+    """Return the 32 bits of a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return numba.uint32(numba.float32), generate
+
+
+@inline
+def widen(bits: Any) -> Any:
+    """Return the float32 value of a bfloat16, which is given as its bits."""
+    return as_float(np.uint32(bits) << np.uint32(16))
+
+
+@inline
+def narrow(value: Any) -> Any:
+    """Return the bits of the bfloat16 that is nearest to a float32 value, with ties to even."""
+    bits = _as_bits(value)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@inline
+def narrow_pair(low: Any, high: Any) -> Any:
+    """Round two float32 values to bfloat16 and return them in one number, the first value in the lower half."""
+    return np.uint32(narrow(low)) | np.uint32(narrow(high)) << np.uint32(16)
+
+
+@inline
+def exp(x: Any) -> Any:
+    """Return e^x in float32, accurate to 2 units in the last place, as 2^n · e^r with |r| ≤ ln(2) / 2."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
+    series = np.float32(1.0 / 720.0)
+    for coefficient in (1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0):
+        series = series * r + np.float32(coefficient)
+    return series * as_float(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+
+
+@inline
+def wide_vector(address: Any, length: Any) -> Any:
+    """Return a float32 copy of the bfloat16 values at an address."""
+    bits = numba.carray(halves(address), (length,))
+    wide = np.empty(length, np.float32)
+    for index in range(length):
+        wide[index] = widen(bits[index])
+    return wide

@@ -1,0 +1,86 @@
+"""Memory as kernels see it: addresses are integers, and arrays, records and other kernels are reached through them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from engine.kernels.compiler.compiling import inline
+
+_CACHE_LINE = 64
+
+
+def _pointer_to(value: Any) -> Any:
+    """Return a function that returns a pointer to the values of this type at an address."""
+    kind = types.CPointer(value)
+
+    def pointer(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(kind))
+
+        return kind(types.int64), generate
+
+    return intrinsic(pointer)
+
+
+halves, floats, integers = _pointer_to(types.uint16), _pointer_to(types.float32), _pointer_to(types.int64)
+signed_bytes, pairs = _pointer_to(types.int8), _pointer_to(types.uint32)
+
+
+def record_at(dtype: np.dtype[Any]) -> Any:
+    """Return a function that maps an address to the NumPy record of this dtype there, to be read and written in place."""
+    kind = numba.from_dtype(dtype)
+
+    def record(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(kind))
+
+        return kind(types.int64), generate
+
+    return intrinsic(record)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call(context: Any, address: Any, arguments: Any) -> Any:
+    """Call the kernel at an address with a tuple of arguments, which must have the kernel's own types."""
+    given = types.Tuple([types.unliteral(each) for each in arguments])
+    if any(each not in (types.int64, types.float32) for each in given):
+        raise TypingError(f"kernels take int64 and float32, not {given}")
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        each = cgutils.unpack_tuple(builder, values[1])
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in each])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), each)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, given), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def keep(context: Any, array: Any) -> Any:
+    """Keep an array alive until here. Numba frees an array after its last use, and does not see uses by address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(array), generate
+
+
+@inline
+def address_of(array: Any) -> Any:
+    """Return the address of an array."""
+    return np.int64(array.ctypes.data)
+
+
+@inline
+def aligned(size: Any) -> Any:
+    """Return an array of so many bytes that begins at a cache line."""
+    made = np.empty(size + _CACHE_LINE, np.uint8)
+    return made[-address_of(made) & (_CACHE_LINE - 1) :]
