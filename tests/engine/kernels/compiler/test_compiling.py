@@ -61,7 +61,7 @@ def test_a_change_of_any_file_of_the_room_compiles_anew(copied: Path) -> None:
     (first,) = (copied / "cache").glob("moe_compress_kernels-*")
     names = {path.name.split("-")[0] for path in first.iterdir()}
     assert names == {"dot_products.prepare_pairs"}, "a kernel that is not needed is not compiled"
-    file = copied / "engine" / "kernels" / "arithmetic.py"
+    file = copied / "engine" / "kernels" / "compiler" / "arithmetic.py"
     text = file.read_text()
     assert text.count("np.uint32(0x7FFF)") == 1
     file.write_text(text.replace("np.uint32(0x7FFF)", "np.uint32(0)"))  # no longer to the nearest
