@@ -184,7 +184,7 @@ def table(figures: dict[str, Any]) -> str:
 
 def _times(ours: list[float], own: list[float]) -> str:
     pairs = [a / b for a, b in zip(ours, own, strict=True)]
-    return f"{statistics.median(ours) / statistics.median(own):.1f}× ({min(pairs):.1f} to {max(pairs):.1f})"
+    return f"{statistics.median(ours) / statistics.median(own):.2f}× ({min(pairs):.2f} to {max(pairs):.2f})"
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:

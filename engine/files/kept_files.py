@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -35,6 +36,16 @@ HEADER_BYTES = PAGE_BYTES
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.safetensors\.partial")
+
+
+class _KeptFile(LoadedFile):
+    """A file whose time of change is that of its last use, which another thread may set while this one reads.
+
+    The digest of its content tells whether it was replaced.
+    """
+
+    def check_unchanged(self, file: BinaryIO) -> None:
+        """Do nothing."""
 
 
 class KeptFiles:
@@ -70,7 +81,7 @@ class KeptFiles:
     def read(self, key: str) -> dict[str, torch.Tensor]:
         """Return the tensors of a file. Raises CheckpointError or DataError if it cannot be read or is damaged."""
         path = self._path(key)
-        file = LoadedFile(path)
+        file = _KeptFile(path)
         check_digest(file)
         if file.metadata.get(KEY) != key:
             raise DataError(f"{path}: holds another file's content; remove it")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import CompressError, OptionError, OutputError
+from engine.files import kept_files
 from engine.files.kept_files import HEADER_BYTES, KeptFiles
 from engine.files.safetensors_file import LoadedFile
 
@@ -45,6 +46,19 @@ def held(kept: KeptFiles) -> list[int]:
     assert names == sorted(kept._sizes)
     assert kept.bytes == sum(path.stat().st_size for path in kept.directory.glob("*.safetensors")) <= kept.limit
     return [int(name, 16) for name in names]
+
+
+def test_a_file_may_be_used_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request that needs the same file sets the time of its last use between header and content."""
+    kept, compare = KeptFiles(tmp_path / "kept", 10 * SIZE), kept_files.check_digest
+    kept.write(key(1), content(1))
+
+    def used_meanwhile(file: LoadedFile) -> None:
+        kept.touch([key(1)])
+        compare(file)
+
+    monkeypatch.setattr(kept_files, "check_digest", used_meanwhile)
+    assert torch.equal(kept.read(key(1))["a"], content(1)["a"])
 
 
 def test_files_are_read_back_and_are_private(tmp_path: Path) -> None:
