@@ -22,7 +22,6 @@ from engine.server.reading.grammars import (
 )
 from engine.server.reading.nesting import depth_of, nested_field
 
-
 TOO_MUCH = "too much work|more than 1 s"
 """A slow processor reaches the limit on time before the one on work."""
 
