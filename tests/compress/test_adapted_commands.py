@@ -204,6 +204,7 @@ def _least_squares(a_RF: Tensor, down_DF: Tensor, kept: list[int], ridge: float)
     return torch.from_numpy(numpy.linalg.lstsq(rows.numpy(), right.numpy(), rcond=None)[0]).T
 
 
+@pytest.mark.slow
 def test_layers_keep_different_numbers_of_experts(model: Path, tmp_path: Path) -> None:
     """Ranked over all layers, merged too; the result is evaluated, generated from, compared and pruned again."""
     for merge in ("none", "cka"):

@@ -40,6 +40,7 @@ print(json.dumps(peak_memory_bytes() - before))
 """
 
 
+@pytest.mark.slow
 def test_a_step_at_a_vocabulary_of_128256_stays_small() -> None:
     """With 512 tokens, the logits of both models and their gradients would exceed 1 GB. Gradients and moments count too."""
     root = Path(__file__).resolve().parents[3]

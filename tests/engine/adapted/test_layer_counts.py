@@ -86,6 +86,7 @@ def test_removing_experts_equals_masking_them(family: str, tmp_path: Path) -> No
     assert found < 1e-4
 
 
+@pytest.mark.slow
 def test_transformers_loads_it_where_this_package_is_not_importable(stored: Any, tmp_path: Path) -> None:
     _, _, path = stored
     assert difference(logits_alone(path, tmp_path), through_layers(AdaptedCheckpoint(path))) < 1e-5

@@ -218,6 +218,7 @@ def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
         load(directory)
 
 
+@pytest.mark.slow
 def test_loads_where_this_package_is_not_importable(tmp_path: Path) -> None:
     directories = [write_pruned(full_model(family), tmp_path / family / "pruned") for family in FAMILIES]
     for directory in directories:

@@ -96,6 +96,7 @@ FREES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1
 """Settings of the C library: freed memory is returned to the system, so that the peak is what the prompt needs."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not let a peak begin anew")
 def test_memory_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     """Read whole, the prompt would take 134 MB more: 4,096 tokens · 8,192 hidden units of an expert · 2 bytes, twice."""

@@ -236,6 +236,7 @@ def test_two_processes_are_refused_an_output_that_another_run_writes(
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -100,7 +100,7 @@ def test_a_second_signal_or_sigint_ends_at_once(directory: Path, signals: tuple[
     assert received and '"finish_reason":"length"' not in "".join(received)
 
 
-@pytest.mark.parametrize("hanging", ["engine", "loop"])
+@pytest.mark.parametrize("hanging", ["engine", pytest.param("loop", marks=pytest.mark.slow)])
 def test_a_second_sigterm_ends_it_whatever_hangs(directory: Path, hanging: str) -> None:
     program = (str(ROOT / "tests" / "support" / "hanging_server.py"), hanging)
     with process(directory, program=program) as (server, ready):
