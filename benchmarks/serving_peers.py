@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx2
 from engine_speed import transformers_version
-from results import ROOT, markdown, save
+from results import ROOT, markdown, save, times
 from vllm_agreement import version as vllm_version
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -183,8 +183,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _times(ours: list[float], own: list[float]) -> str:
-    pairs = [a / b for a, b in zip(ours, own, strict=True)]
-    return f"{statistics.median(ours) / statistics.median(own):.2f}× ({min(pairs):.2f} to {max(pairs):.2f})"
+    return times(statistics.median(ours) / statistics.median(own), ours, own)
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:

@@ -36,11 +36,19 @@ def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generat
     """
     if options.temperature < LEAST_TEMPERATURE:
         return largest(_finite(logits_BV))
-    total_BV = probabilities(logits_BV, options).cumsum(dim=-1, dtype=torch.float64)
-    drawn_B1 = torch.rand(len(total_BV), 1, dtype=torch.float64, generator=generator, device=total_BV.device)
-    whole_B1 = total_BV[:, -1:]
-    below_B1 = (drawn_B1 * whole_B1).minimum(whole_B1.nextafter(whole_B1.new_zeros(())))  # rounding up may reach the sum
-    return torch.searchsorted(total_BV, below_B1, right=True)[:, 0]
+    shares_BV = probabilities(logits_BV, options)
+    uniforms_B1 = torch.rand(len(shares_BV), 1, dtype=torch.float64, generator=generator, device=shares_BV.device)
+    return drawn(shares_BV, uniforms_B1)
+
+
+def drawn(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """Return a token of each row in proportion to the weights, int64 [B]: the first whose cumulative sum exceeds the row's
+    uniform number, float64, times the total.
+    """
+    sums_BV = weights_BV.cumsum(dim=-1, dtype=torch.float64)
+    whole_B1 = sums_BV[:, -1:]
+    below_B1 = (uniforms_B1 * whole_B1).minimum(whole_B1.nextafter(whole_B1.new_zeros(())))  # rounding up may reach the sum
+    return torch.searchsorted(sums_BV, below_B1, right=True)[:, 0]
 
 
 def sample_at(logits_V: Tensor, options: SamplingOptions, place: int, allowed_V: Tensor | None = None) -> int:

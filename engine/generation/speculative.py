@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.decoder.kv_cache import KeyValueCache
 from engine.generation.options import SamplingOptions
-from engine.generation.sampling import penalised_rows, probabilities
+from engine.generation.sampling import drawn, penalised_rows, probabilities
 
 
 def verify(
@@ -42,9 +42,8 @@ def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
 
 
 def draw(weights_V: Tensor, uniform: float) -> int:
-    """Return a token drawn in proportion to its weight: the first whose cumulative sum exceeds `uniform` times the total."""
-    sums_V = weights_V.double().cumsum(0)
-    return int(torch.searchsorted(sums_V, uniform * sums_V[-1], right=True))
+    """Return a token drawn in proportion to its weight, by one uniform number."""
+    return int(drawn(weights_V[None], weights_V.new_full((1, 1), uniform, dtype=torch.float64)))
 
 
 class DraftReader(Protocol):

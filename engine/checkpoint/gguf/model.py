@@ -235,9 +235,8 @@ class GgufView(StoredView):
         """
         if self.stored.type.name not in kinds or len(self.shape) != 2:
             return None
-        from engine.kernels.stored.low_bit import (
-            MULTIPLE_OF_OUTPUTS,  # here: it imports Numba, without which there are no kinds
-        )
+        # Here: it imports Numba, without which there are no kinds.
+        from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS
 
         if self.shape[0] % MULTIPLE_OF_OUTPUTS:
             return None
