@@ -83,6 +83,14 @@ def loop(builder: Any, start: Any, end: Any, step: int, values: list[Any], body:
     return carried
 
 
+def in_fours(builder: Any, rows: Any, taking: Any) -> None:
+    """Emit work on `rows` vectors: four at a time, then two, then one. taking: returns the body of the loop for a number."""
+    fours, twos = (builder.and_(rows, INDEX(-vectors)) for vectors in (4, 2))
+    loop(builder, INDEX(0), fours, 4, [], taking(4))
+    loop(builder, fours, twos, 2, [], taking(2))
+    loop(builder, twos, rows, 1, [], taking(1))
+
+
 def add_halves(builder: Any, sums: list[Any], count: int) -> list[Any]:
     """Reduce the sums to `count` sums, by adding the second half of them to the first half as often as needed."""
     while len(sums) > count:

@@ -30,6 +30,7 @@ from engine.kernels.compiler.instructions import (
     added_up,
     at,
     fetch,
+    in_fours,
     load,
     loop,
     narrowed,
@@ -191,10 +192,7 @@ def _product(kind: FloatKind, *, pairs: bool) -> Any:
 
             return every_row
 
-        fours, twos = (builder.and_(rows, INDEX(-vectors)) for vectors in (4, 2))
-        loop(builder, INDEX(0), fours, 4, [], taking(4))
-        loop(builder, fours, twos, 2, [], taking(2))
-        loop(builder, twos, rows, 1, [], taking(1))
+        in_fours(builder, rows, taking)
         return context.get_dummy_value()
 
     return intrinsic(product)

@@ -29,6 +29,7 @@ from engine.kernels.compiler.instructions import (
     added_up,
     at,
     fetch,
+    in_fours,
     load,
     loop,
     many,
@@ -360,10 +361,7 @@ def _products(bits: int) -> Any:
 
             return every_place
 
-        fours, twos = (builder.and_(rows, INDEX(-vectors)) for vectors in (4, 2))
-        loop(builder, INDEX(0), fours, 4, [], taking(4))
-        loop(builder, fours, twos, 2, [], taking(2))
-        loop(builder, twos, rows, 1, [], taking(1))
+        in_fours(builder, rows, taking)
         return context.get_dummy_value()
 
     return intrinsic(product)
