@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.batching.draft_switch import DraftSwitch
 from engine.batching.masks_ahead import MasksAhead
 from engine.batching.request import DraftLoad
-from engine.batching.request_state import RequestState
+from engine.batching.request_state import Piece, RequestState
 from engine.decoder.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
@@ -163,21 +163,32 @@ class Drafting:
 
     def _read_prompts(self, states: Sequence[RequestState]) -> list[RequestState]:
         """Read what the draft has not read of these texts, together at most a chunk; return those that it has read."""
-        left, began = self._chunk, self.clock()
+        left, began, pieces = self._chunk, self.clock(), list[Piece]()
         for state in states:
-            table = self._tables[state]
-            new = min(left, len(state.tokens) - 1 - table.length)
+            start = self._tables[state].length
+            new = min(left, len(state.tokens) - 1 - start)
             if new >= FEW_UNREAD:
-                tokens = state.tokens[table.length : table.length + new]
-                self._forward([table], torch.tensor([tokens]), [len(state.request.prompt)], self._kernels[0])
-                self.pool.fill(table, state.tokens, table.length + new)
+                pieces.append((state, start + new))
                 left -= new
+        for group in [pieces] if pieces and self.pool.shares else [[piece] for piece in pieces]:
+            self._read(group)
         if left < self._chunk:
             if self._decoder.device.type == "cuda":
                 torch.cuda.synchronize(self._decoder.device)  # the time below is that of the computation
             self._spent_reading = self.clock() - began
             self.switch.has_read(self._chunk - left, self._spent_reading)
         return [state for state in states if len(state.tokens) - self._tables[state].length <= FEW_UNREAD]
+
+    def _read(self, pieces: Sequence[Piece]) -> None:
+        """Read pieces of texts in one pass."""
+        own = [(state, self._tables[state], end) for state, end in pieces]
+        new = [end - table.length for _, table, end in own]
+        tokens = [token for state, table, end in own for token in state.tokens[table.length : end]]
+        read_as = [len(state.request.prompt) for state, _, _ in own]
+        batch = PagedBatch(self._cache, [table for _, table, _ in own], new, read_as)
+        self._forward(torch.tensor([tokens]), batch, self._kernels[0])
+        for state, table, end in own:
+            self.pool.fill(table, state.tokens, end)
 
     def _read_next(self, states: Sequence[RequestState]) -> Tensor:
         """Read the last tokens of each text, drafted ones included; return the draft's logits [B, V] after it."""
@@ -188,13 +199,10 @@ class Drafting:
         ]
         rows = [row for row, tokens in enumerate(unread) for _ in tokens]
         ahead = [place for tokens in unread for place in range(len(tokens))]
-        hidden_TLD = self._forward(
-            [tables[row] for row in rows],
-            torch.tensor([[token] for tokens in unread for token in tokens]),
-            [len(states[row].request.prompt) for row in rows],
-            self._kernels[1],
-            ahead if any(ahead) else None,
-        )
+        read_as = [len(states[row].request.prompt) for row in rows]
+        batch = PagedBatch(self._cache, [tables[row] for row in rows], None, read_as, ahead if any(ahead) else None)
+        tokens_T1 = torch.tensor([[token] for tokens in unread for token in tokens])
+        hidden_TLD = self._forward(tokens_T1, batch, self._kernels[1])
         for table, tokens in zip(tables, unread, strict=True):
             table.length += len(tokens)
         last = torch.tensor([len(tokens) for tokens in unread]).cumsum(0) - 1
@@ -213,15 +221,8 @@ class Drafting:
                 more.append(state)
         return more
 
-    def _forward(
-        self,
-        tables: Sequence[BlockTable],
-        tokens_BL: Tensor,
-        read_as: Sequence[int],
-        choice: KernelChoice,
-        ahead: Sequence[int] | None = None,
-    ) -> Tensor:
+    def _forward(self, tokens_BL: Tensor, batch: PagedBatch, choice: KernelChoice) -> Tensor:
         """Read tokens after the content of the tables, whose lengths stay; return the hidden states [B, L, D]."""
-        decoder, batch = self._decoder, PagedBatch(self._cache, tables, tokens_BL.shape[1], read_as, ahead)
+        decoder = self._decoder
         with torch_products(tokens_BL.numel(), decoder.dtype, decoder.device):
             return decoder.hidden_states(tokens_BL.to(decoder.device), None, batch, choice)

@@ -6,17 +6,19 @@ Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.batching.request_state import RequestState
+from engine.batching.request_state import Piece, RequestState
 from engine.batching.token_skipping import TokenSkipping
 from engine.decoder.block_pool import BlockPool
+from engine.decoder.independence import rows_are_independent
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.generation.generate import Engine, torch_products
-from engine.kernels.kernel_choice import KernelChoice
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice
 
 
 class PagedRunner:
@@ -31,6 +33,8 @@ class PagedRunner:
             engine.checkpoint.config, kv_cache_bytes, engine.kv_cache_dtype, engine.device, block_size, sequences
         )
         engine.prepare()
+        self.reads_together = self.pool.shares and rows_are_independent(decoder, engine.prompt_kernels)
+        self._head_kernels = engine.decoding_kernels if self.reads_together else TORCH
 
     @property
     def pool(self) -> BlockPool:
@@ -68,26 +72,42 @@ class PagedRunner:
             self.pool.fill(state.table, state.tokens, len(state.tokens))
         return logits_TV
 
-    def read(self, state: RequestState, end: int) -> Tensor | None:
-        start = state.table.length
-        hidden_LD = self._forward([state], torch.tensor([state.tokens[start:end]]), self._prompt_kernels)[0]
-        self.pool.fill(state.table, state.tokens, end)
-        if state.asks_for_prompt:
-            state.take_prompt(start, end, lambda first, last: self._decoder.logits(hidden_LD[first:last]))
-        return None if state.unread else self._decoder.logits(hidden_LD[-1:])
+    def read(self, pieces: Sequence[Piece]) -> Tensor:
+        states, starts = [state for state, _ in pieces], [state.table.length for state, _ in pieces]
+        new = [end - start for (_, end), start in zip(pieces, starts, strict=True)]
+        tokens = [token for (state, end), start in zip(pieces, starts, strict=True) for token in state.tokens[start:end]]
+        hidden_TD = self._forward(states, torch.tensor([tokens]), self._prompt_kernels, new=new)[0]
+        for (state, end), start, own_LD in zip(pieces, starts, hidden_TD.split(new), strict=True):
+            self.pool.fill(state.table, state.tokens, end)
+            if state.asks_for_prompt:
+                state.take_prompt(start, end, partial(self._logits, own_LD))
+        last = torch.tensor(new).cumsum(0) - 1
+        ended = last[[not state.unread for state in states]].to(self._device)
+        groups = hidden_TD[ended].split(COMPILED_MAX_ROWS)  # the kernels for few rows give each the bits of one alone
+        return torch.cat([self._decoder.logits(group_BD, self._head_kernels) for group_BD in groups])
+
+    def _logits(self, hidden_LD: Tensor, first: int, last: int) -> Tensor:
+        return self._decoder.logits(hidden_LD[first:last])
 
     def _forward(
-        self, states: Sequence[RequestState], tokens_BL: Tensor, choice: KernelChoice, ahead: Sequence[int] | None = None
+        self,
+        states: Sequence[RequestState],
+        tokens: Tensor,
+        choice: KernelChoice,
+        ahead: Sequence[int] | None = None,
+        new: Sequence[int] | None = None,
     ) -> Tensor:
-        """Read tokens after the content of the tables, whose lengths stay; return the hidden states [B, L, D].
+        """Read tokens after the content of the tables, whose lengths stay; return the hidden states [..., D].
 
-        ahead: how far after it each token is, where a sequence has several rows.
+        tokens: [B, 1], or [1, L] of texts, of which `new` has the lengths. ahead: how far after the table's content each
+        token is, where a sequence has several rows.
         """
-        tables, new = [state.table for state in states], tokens_BL.shape[1]
+        tables = [state.table for state in states]
         batch = PagedBatch(self.cache, tables, new, [len(state.request.prompt) for state in states], ahead)
-        thresholds = [threshold for state in states for threshold in [self._threshold(state)] * new]
+        own = zip(states, batch.new, strict=True)
+        thresholds = [threshold for state, count in own for threshold in [self._threshold(state)] * count]
         with self._skipping.applied(thresholds):
-            return self._decoder.hidden_states(tokens_BL.to(self._device), None, batch, choice)
+            return self._decoder.hidden_states(tokens.to(self._device), None, batch, choice)
 
     def _threshold(self, state: RequestState) -> float:
         asked = state.request.skip_threshold

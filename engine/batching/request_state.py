@@ -23,6 +23,8 @@ from engine.generation.grammar_matcher import Grammars, Matcher
 from engine.generation.sampling import penalised, sample_at
 from engine.generation.text_stream import TextStream
 
+Piece = tuple["RequestState", int]
+"""A request whose text is read, and the position up to which a pass reads it."""
 HEAD_ROWS = 64
 """Number of positions whose logits are held at a time when log-probabilities of a whole prompt are requested."""
 

@@ -27,7 +27,7 @@ from engine.batching.masks_ahead import MasksAhead
 from engine.batching.onnx_runner import OnnxRunner
 from engine.batching.paged_runner import PagedRunner
 from engine.batching.request import Request
-from engine.batching.request_state import RequestState
+from engine.batching.request_state import Piece, RequestState
 from engine.decoder.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.errors import OptionError
@@ -69,10 +69,14 @@ class Runner(Protocol):
         Returns the logits [T, V] after each token; the drafted ones do not count as read.
         """
 
-    def read(self, state: RequestState, end: int) -> Tensor | None:
-        """Read the tokens up to `end` and store requested prompt log-probabilities.
+    @property
+    def reads_together(self) -> bool:
+        """Whether one pass may read pieces of several prompts: whether what each gets does not depend on the others."""
 
-        Returns the logits [1, V] if no token is left unread, otherwise None.
+    def read(self, pieces: Sequence[Piece]) -> Tensor:
+        """Read pieces of prompts in one pass and store requested prompt log-probabilities.
+
+        Returns the logits [B, V] after the prompts that have no unread token left.
         """
 
 
@@ -81,8 +85,8 @@ class Step(NamedTuple):
 
     decoding: list[RequestState]
     """Requests with one unread token."""
-    reading: list[tuple[RequestState, int]]
-    """Requests whose prompts are read, each with the position up to which this step reads."""
+    reading: list[Piece]
+    """Pieces of prompts."""
 
 
 class Scheduler:
@@ -289,13 +293,13 @@ class Scheduler:
         if self.on_disk is not None and not state.asks_for_prompt:
             self.on_disk.begin(state, is_first)
 
-    def _chunks(self) -> list[tuple[RequestState, int]]:
+    def _chunks(self) -> list[Piece]:
         """Return pieces of prompts in order, together at most one chunk, or one longer piece.
 
         The places where a prompt is split depend on that prompt alone.
         """
         chunk = left = self._prefill_chunk
-        chosen: list[tuple[RequestState, int]] = []
+        chosen: list[Piece] = []
         for state in self.running:
             if state.unread > 1 and (self.on_disk is None or not self.on_disk.is_arriving(state)):
                 begin = state.table.length
@@ -322,21 +326,22 @@ class Scheduler:
         with self._masks.computed([*step.decoding, *ends]):
             if step.decoding:
                 results.append((step.decoding, self.runner.decode(step.decoding)))
-            for state, end in step.reading:
-                logits_1V = self._read(state, end)
-                if logits_1V is not None:
-                    results.append(([state], logits_1V))
+            together = self.runner.reads_together and step.reading
+            for pieces in [step.reading] if together else [[piece] for piece in step.reading]:
+                if (logits_BV := self._read(pieces)) is not None:
+                    results.append(([state for state, _ in pieces if not state.unread], logits_BV))
         return results
 
-    def _read(self, state: RequestState, end: int) -> Tensor | None:
-        """Read a piece of a prompt. Models raise many kinds for images that do not fit; only that request ends then."""
+    def _read(self, pieces: Sequence[Piece]) -> Tensor | None:
+        """Read pieces of prompts. Models raise many kinds for images that do not fit; only that request ends then."""
         try:
-            return self.runner.read(state, end)
+            return self.runner.read(pieces)
         except Exception as error:
-            if not state.request.images:
+            if not any(state.request.images for state, _ in pieces):
                 raise
             logging.getLogger(__name__).exception("the model cannot read a prompt with images; its request ends")
-            self._end_in_doubt(state, described_error(error))
+            for state, _ in pieces:
+                self._end_in_doubt(state, described_error(error))
             return None
 
     def _postprocess(self, results: list[tuple[list[RequestState], Tensor]]) -> None:

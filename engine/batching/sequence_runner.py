@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.batching.request_state import RequestState
+from engine.batching.request_state import Piece, RequestState
 from engine.decoder.block_pool import BlockPool, BlockTable
 
 
@@ -74,6 +74,8 @@ class SequenceCaches(BlockPool, Generic[Own]):
 class SequenceRunner(ABC, Generic[Own]):
     """Runs one sequence after the other."""
 
+    reads_together = False
+
     def __init__(self, new: Callable[[int], Own], block_bytes: int, kv_cache_bytes: int, block_size: int) -> None:
         """new: returns an empty cache for so many positions. block_bytes: size of the positions of one block."""
         self._new, self._block_bytes = new, block_bytes
@@ -92,12 +94,15 @@ class SequenceRunner(ABC, Generic[Own]):
     def decode(self, states: Sequence[RequestState]) -> Tensor:
         return torch.cat([self._forward(state, len(state.tokens), every=False) for state in states])
 
-    def read(self, state: RequestState, end: int) -> Tensor | None:
+    def read(self, pieces: Sequence[Piece]) -> Tensor:
+        return torch.cat([self._read(*piece) for piece in pieces])
+
+    def _read(self, state: RequestState, end: int) -> Tensor:
         start, asked = state.table.length, state.asks_for_prompt
         logits_LV = self._forward(state, end, every=asked)
         if asked:
             state.take_prompt(start, end, lambda first, last: logits_LV[first:last])
-        return None if state.unread else logits_LV[-1:]
+        return logits_LV[len(logits_LV) if state.unread else -1 :]
 
     def _forward(self, state: RequestState, end: int, every: bool) -> Tensor:
         """Read the tokens up to `end` into the cache; return the logits [L, V] of each, or [1, V] of the last one only."""

@@ -25,7 +25,7 @@ from engine.generation.sampling import sample
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, PROMPT, KernelChoice
 
 MOST_TOKENS = 4096
-"""Tokens of prompts, padding included, that are read in one forward pass."""
+"""Tokens of prompts that are read in one forward pass."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ def continue_together(
     while waiting or going:
         added = [waiting.popleft() for _ in range(min(len(waiting), batch - len(going)))]
         logits = [reader.next(going)] if going else []
-        logits += [reader.prompts(group) for group in _groups(added, reader.pads)]
+        logits += [reader.prompts(group) for group in _groups(added, reader.reads_together)]
         going += added
         drawn_B = sample(torch.cat(logits), sampling, generator)
         for each, token in zip(going, drawn_B.tolist(), strict=True):
@@ -79,12 +79,12 @@ def continue_together(
     return [each.written for each in sequences]
 
 
-def _groups(sequences: list[_Sequence], pads: bool) -> Iterator[list[_Sequence]]:
-    """Yield sequences in order, so many that their padded prompts have at most MOST_TOKENS; one by one unless `pads`."""
+def _groups(sequences: list[_Sequence], reads_together: bool) -> Iterator[list[_Sequence]]:
+    """Yield sequences in order, so many that their prompts have at most MOST_TOKENS; one by one unless `reads_together`."""
     group: list[_Sequence] = []
     for each in sequences:
-        padded = (len(group) + 1) * max(len(other.prompt) for other in [*group, each])
-        if group and (not pads or padded > MOST_TOKENS):
+        tokens = sum(len(other.prompt) for other in [*group, each])
+        if group and (not reads_together or tokens > MOST_TOKENS):
             yield group
             group = []
         group.append(each)
@@ -100,39 +100,37 @@ class _Reader:
         each = position_bytes(decoder.config, decoder.dtype) * BLOCK_SIZE
         size = batch * -(-longest // BLOCK_SIZE) * each
         self._cache = PagedCache(decoder.config, size, decoder.dtype, decoder.device, sequences=batch)
-        self.pads = self._cache.pool.shares
-        """Whether prompts may be padded on the right: what a token sees is before it, and the padding's keys and values are
-        written over. A recurrent state would include the padding.
-        """
+        self.reads_together = self._cache.pool.shares
+        """Whether one pass reads several prompts: recurrent states are of one text at a time."""
 
     def prompts(self, group: list[_Sequence]) -> Tensor:
         """Read the prompts; return the logits [B, V] that follow them."""
-        ends = [len(each.prompt) for each in group]
-        tokens_BL = torch.zeros(len(group), max(ends), dtype=torch.int64)
-        for row_L, each in zip(tokens_BL, group, strict=True):
-            row_L[: len(each.prompt)] = torch.tensor(each.prompt)
-        hidden_BLD = self._hidden(group, tokens_BL, PROMPT)
-        for each, end in zip(group, ends, strict=True):
-            each.table.length = end
-        last = torch.tensor(ends, device=hidden_BLD.device) - 1
-        return self._decoder.logits(hidden_BLD[torch.arange(len(group), device=last.device), last], DECODING)
+        tokens_1L = torch.tensor([[token for each in group for token in each.prompt]])
+        lengths = [len(each.prompt) for each in group]
+        hidden_LD = self._hidden(group, tokens_1L, PROMPT, lengths)[0]
+        last = torch.tensor(lengths, device=hidden_LD.device).cumsum(0) - 1
+        return self._decoder.logits(hidden_LD[last], DECODING)
 
     def next(self, going: list[_Sequence]) -> Tensor:
         """Read the last token of each sequence; return the logits [B, V] that follow it."""
         hidden_BLD = self._hidden(going, torch.tensor([[each.written[-1]] for each in going]), DECODING)
-        for each in going:
-            each.table.length += 1
         return self._decoder.logits(hidden_BLD[:, 0], DECODING)
 
     def release(self, sequence: _Sequence) -> None:
         """Give a sequence's blocks back."""
         self._cache.pool.release(sequence.table)
 
-    def _hidden(self, sequences: list[_Sequence], tokens_BL: Tensor, choice: KernelChoice) -> Tensor:
-        new = tokens_BL.shape[1]
-        for each in sequences:
-            self._cache.pool.extend(each.table, each.table.length + new)
+    def _hidden(
+        self, sequences: list[_Sequence], tokens_BL: Tensor, choice: KernelChoice, new: Sequence[int] | None = None
+    ) -> Tensor:
+        """Read new tokens, `new` of each sequence or one; return the hidden states of the last layer."""
+        counts = [1] * len(sequences) if new is None else new
+        for each, count in zip(sequences, counts, strict=True):
+            self._cache.pool.extend(each.table, each.table.length + count)
         tables, read_as = zip(*((each.table, len(each.prompt)) for each in sequences), strict=True)
         batch = PagedBatch(self._cache, tables, new, read_as)
         with torch_products(tokens_BL.numel(), self._decoder.dtype, self._decoder.device):
-            return self._decoder.hidden_states(tokens_BL.to(self._decoder.device), None, batch, choice)
+            hidden_BLD = self._decoder.hidden_states(tokens_BL.to(self._decoder.device), None, batch, choice)
+        for each, count in zip(sequences, counts, strict=True):
+            each.table.length += count
+        return hidden_BLD

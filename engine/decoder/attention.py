@@ -6,7 +6,7 @@ R its rotated dimensions, V a value's dimensions, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears, mul
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 Cache = KeyValueCache | PagedBatch
+Masks = Mapping[int | Chunk | None, Tensor | None]
 
 QUERY_BLOCK = 128
 """Number of queries in one block of attention scores."""
@@ -41,7 +42,7 @@ class Positions(NamedTuple):
     sine: Tensor
     is_padded: bool
     """Whether some positions are padding."""
-    masks: dict[int | Chunk | None, Tensor | None]
+    masks: Masks
     """Masks by sliding window or chunk: bool [B or 1, 1, L, P], True where a query may attend; None for a causal mask."""
     one_by_one: bool = False
     """Whether several positions are read together, each with the result of reading it alone."""
@@ -53,6 +54,12 @@ class Positions(NamedTuple):
     """Kernels that compute the products of this forward pass."""
     of_kinds: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
     """Cosines and sines by kind of layer, where each kind rotates in its own way."""
+    each: Sequence[Masks] = ()
+    """Masks of each sequence of a PagedBatch that reads texts, in place of `masks`."""
+
+    def mask_of(self, row: int, window: int | Chunk | None) -> Tensor | None:
+        """Return the mask of one sequence of a PagedBatch."""
+        return (self.each[row] if self.each else self.masks)[window]
 
     def turns(self, kind: str | None) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of a kind of layer, [B or 1, 1, L, R]."""
@@ -223,11 +230,10 @@ class Attention(nn.Module):
     def _attend_each(self, query_BHLE: Tensor, positions: Positions, cache: PagedBatch) -> Tensor:
         """Attend sequence by sequence, because each sequence has its own number and location of keys."""
         mixed = []
-        for row, past in enumerate(cache.past):
+        for row, (query, past) in enumerate(zip(cache.split(query_BHLE, 2), cache.past, strict=True)):
             kept = cache.of_sequence(self.layer, row, first_seen(past, self.window))
-            query, mask = query_BHLE[row : row + 1], positions.masks[self.window]
-            mixed.append(attend(query, *kept, mask, self.scale, self.sinks))
-        return torch.cat(mixed)
+            mixed.append(attend(query, *kept, positions.mask_of(row, self.window), self.scale, self.sinks))
+        return cache.joined(mixed, 2)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
         """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise None."""

@@ -65,6 +65,8 @@ class DecodeStep:
         batch, length, hidden = x_BLD.shape
         if cache is None or positions.is_padded or positions.temperature is not None or (batch > 1 and length > 1):
             return None
+        if isinstance(cache, PagedBatch) and not cache.is_step:
+            return None
         kernels = positions.choice.for_few(batch * length, x_BLD, positions.cosine)
         if kernels is None or cache.dtype != torch.bfloat16 or not self._knows(kernels):
             return None

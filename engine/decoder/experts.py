@@ -29,6 +29,7 @@ from engine.kernels.linear import (
     expert_form,
     kernel_form,
     linear,
+    linear_by_blocks,
     linears,
     multiplies_bfloat16,
     places_of,
@@ -393,9 +394,13 @@ class MoeBlock(nn.Module):
     def logits(self, x_TD: Tensor, choice: KernelChoice = TORCH, hidden_TD: Tensor | None = None) -> Tensor:
         """Return the router's logits, [T, N], given the arguments of `forward`."""
         x_TD = self.router_input(x_TD, hidden_TD, choice)
-        dtype = torch.promote_types(x_TD.dtype, torch.float32) if self.router_in_float32 else x_TD.dtype
-        bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(dtype)
-        return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD, bias_N, choice)
+        if not self.router_in_float32:
+            return router_logits(x_TD, self.router_ND, self.gate_hidden_HD, self.logit_bias_N, choice)
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(wide)
+        if choice.for_any(x_TD) is not None:
+            return linear_by_blocks(x_TD.to(wide), self.router_ND.to(wide), bias_N)
+        return router_logits(x_TD.to(wide), self.router_ND.to(wide), self.gate_hidden_HD, bias_N, choice)
 
     def input_scales(self, logits_TN: Tensor) -> Tensor | None:
         """Return the factors of each expert's input, [T, N]; None for no factors."""

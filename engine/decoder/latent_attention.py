@@ -73,19 +73,20 @@ class LatentAttention(nn.Module):
         """Map [B, L, D] to [B, L, D]; with a cache, attend to its content and append the new positions."""
         batch, length, _ = x_BLD.shape
         queries, latent_B1LC, key_B1LR = self._projected(x_BLD, positions)
-        mask, choice = positions.masks[None], positions.choice
+        choice = positions.choice
         if isinstance(cache, PagedBatch):
             cache.append(self.layer, latent_B1LC, key_B1LR)
-            mixed = [
-                self.attend(Queries(*(each[row : row + 1] for each in queries)), *_whole(kept), mask, choice)
-                for row, kept in enumerate(cache.of_sequence(self.layer, row) for row in range(batch))
-            ]
-            mixed_BHLV = torch.cat(mixed)
+            parts = zip(*(cache.split(each, 2) for each in queries), strict=True)
+            mixed = []
+            for row, own in enumerate(parts):
+                kept = _whole(cache.of_sequence(self.layer, row))
+                mixed.append(self.attend(Queries(*own), *kept, positions.mask_of(row, None), choice))
+            mixed_BHLV = cache.joined(mixed, 2)
         else:
             if cache is not None:
                 latent_B1LC, key_B1LR = _whole(cache.append(self.layer, latent_B1LC, key_B1LR))
             way = self._attend_next_ones if positions.one_by_one else self.attend
-            mixed_BHLV = way(queries, latent_B1LC, key_B1LR, mask, choice)
+            mixed_BHLV = way(queries, latent_B1LC, key_B1LR, positions.masks[None], choice)
         return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias, choice)
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Queries, Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen
+from engine.decoder.attention import Attention, Cache, Masks, Positions, attention_mask, first_seen
 from engine.decoder.decode_step import DecodeStep
 from engine.decoder.experts import Expert, MoeBlock, expert_of
 from engine.decoder.gated_delta import GatedDelta, SplitGatedDelta
@@ -44,7 +44,6 @@ from engine.decoder.short_convolution import ShortConvolution
 from engine.errors import UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import (
-    Chunk,
     GatedDeltaConfig,
     LightningConfig,
     LinearConfig,
@@ -457,20 +456,20 @@ def _temperatures(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtyp
 
 def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_BLD: Tensor) -> Positions:
     """Return the Positions of sequences of different lengths; keys before a window are excluded already."""
-    _check_dense(config, max(cache.past) + cache.new)
+    _check_dense(config, max(past + new for past, new in zip(cache.past, cache.new, strict=True)))
     lengths_BL = cache.lengths_BL if rotary.varies else None
     positions_BL = cache.positions_BL.to(x_BLD.device)
     cosine, sine = rotary(positions_BL, x_BLD.dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
-    masks: dict[int | Chunk | None, Tensor | None] = dict.fromkeys(windows)
-    if cache.new > 1:
-        (past,) = set(cache.past)  # pieces of several prompts begin at the same position
-        for window in windows:
-            total = past + cache.new - first_seen(past, window)
-            masks[window] = attention_mask(None, cache.new, total, window, x_BLD.device)
+    made = dict[tuple[int, int], Masks]()
+    for past, new in [] if cache.is_step else zip(cache.past, cache.new, strict=True):
+        if (past, new) not in made:
+            totals = {window: past + new - first_seen(past, window) for window in windows}
+            made[past, new] = {each: attention_mask(None, new, total, each, x_BLD.device) for each, total in totals.items()}
+    each = [] if cache.is_step else [made[own] for own in zip(cache.past, cache.new, strict=True)]
     temperature = _temperatures(config, positions_BL, x_BLD.dtype)
     of_kinds = rotary.of_kinds(positions_BL, x_BLD.dtype)
-    return Positions(cosine, sine, False, masks, temperature=temperature, of_kinds=of_kinds)
+    return Positions(cosine, sine, False, dict.fromkeys(windows), temperature=temperature, of_kinds=of_kinds, each=each)
 
 
 def own_routing(moe: MoeConfig, bias_N: Tensor | None = None, factors_N: Tensor | None = None) -> Routing:

@@ -1,6 +1,6 @@
 """A paged KV cache: keys and values of sequences of different lengths, in blocks of one allocation of a given size.
 
-Shape suffixes: B sequences, L new positions of each, P positions so far, G key-value heads, S slots (blocks times
+Shape suffixes: B sequences, L new positions, P positions so far, G key-value heads, S slots (blocks times
 positions of a block), E head dimension, M blocks of the longest table.
 """
 
@@ -123,34 +123,51 @@ class PagedCache:
 
 
 class PagedBatch:
-    """One forward pass's view of the cache: L new positions of each of B sequences, after the content of their tables.
+    """One forward pass's view of the cache: new positions of B sequences, after the content of their tables.
 
-    Adjacent blocks of a sequence are read as a view; other blocks are gathered.
+    The pass's tensors are [B, 1, ...] in a step, which has one new position of each sequence, and [1, L, ...] where texts
+    are read: the new positions of the first sequence, then those of the second, and so on. Adjacent blocks of a sequence are
+    read as a view; other blocks are gathered.
     """
 
     def __init__(
         self,
         cache: PagedCache,
         tables: Sequence[BlockTable],
-        new: int,
+        new: Sequence[int] | None,
         read_as: Sequence[int],
         ahead: Sequence[int] | None = None,
     ) -> None:
-        """`read_as`: minimum lengths of the texts that the positions belong to, for rotary scalings that depend on them.
+        """`new`: numbers of new positions of sequences that are read; None for a step.
+
+        `read_as`: minimum lengths of the texts that the positions belong to, for rotary scalings that depend on them.
 
         `ahead`: how far after the content of its table each position is, so that the next few positions of a sequence are as
         many sequences of one new position, in order. Each attends to those before it, with the result of reading it alone.
         """
-        self.cache, self.new, self._repeats = cache, new, ahead is not None
-        assert ahead is None or (new == 1 and cache.pool.shares), "several positions of a sequence at once need no states"
+        assert ahead is None or (new is None and cache.pool.shares), "several positions at once need a step and no states"
+        assert new is None or len(new) == 1 or cache.pool.shares, "texts that are read together have no states"
+        self.cache, self.is_step, self._repeats = cache, new is None, ahead is not None
         self.past = [table.length + more for table, more in zip(tables, ahead or [0] * len(tables), strict=True)]
+        self.new = [1] * len(tables) if new is None else list(new)
+        """Number of new positions of each sequence."""
         self._tables, self._read_as = tables, read_as
-        self.positions_BL = torch.tensor([list(range(past, past + new)) for past in self.past])
+        own = [range(past, past + count) for past, count in zip(self.past, self.new, strict=True)]
+        self.positions_BL = self.joined([torch.arange(each.start, each.stop)[None] for each in own], 1)
+
+    def split(self, x: Tensor, dimension: int) -> Sequence[Tensor]:
+        """Return each sequence's part of a tensor of the pass, [1, ...], whose positions lie along this dimension."""
+        return torch.split(x, 1) if self.is_step else torch.split(x, self.new, dimension)
+
+    def joined(self, parts: Sequence[Tensor], dimension: int) -> Tensor:
+        """Return the tensor of which `split` gives these parts."""
+        return torch.cat(list(parts), 0 if self.is_step else dimension)
 
     @property
     def lengths_BL(self) -> Tensor:
         """Length of the text that each position belongs to."""
-        return (self.positions_BL + 1).maximum(torch.tensor(self._read_as)[:, None])
+        least = [torch.full((1, count), length) for count, length in zip(self.new, self._read_as, strict=True)]
+        return (self.positions_BL + 1).maximum(self.joined(least, 1))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,13 +177,15 @@ class PagedBatch:
     @cached_property
     def _slots(self) -> list[slice | Tensor]:
         """Slots of all positions of each sequence, including the new ones."""
-        return [self.cache.slots(table, past + self.new) for table, past in zip(self._tables, self.past, strict=True)]
+        ends = [past + count for past, count in zip(self.past, self.new, strict=True)]
+        return [self.cache.slots(table, end) for table, end in zip(self._tables, ends, strict=True)]
 
     @cached_property
     def _new_slots_T(self) -> Tensor:
         size = self.cache.pool.block_size
-        places = zip(self._tables, self.positions_BL.tolist(), strict=True)
-        slots = [table.blocks[place // size] * size + place % size for table, row in places for place in row]
+        own = zip(self._tables, self.past, self.new, strict=True)
+        places = [(table.blocks, place) for table, past, count in own for place in range(past, past + count)]
+        slots = [blocks[place // size] * size + place % size for blocks, place in places]
         return torch.tensor(slots, device=self.cache.stored.keys[0].device)
 
     def addresses(self, layer: int) -> list[int]:

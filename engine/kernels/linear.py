@@ -30,6 +30,10 @@ WIDEN_FROM_ROWS = 4
 """Minimum number of rows for widening. Fewer rows are multiplied one by one: each reads the weight once, which costs less
 than widening it."""
 BLOCK_ELEMENTS = 1 << 22
+PADDED_OUTPUTS = 1024
+"""Fewer outputs, such as a router's, are padded with zeros where the kernels for many rows need a multiple."""
+BLOCK_ROWS = 16
+"""Number of rows in each product of `linear_by_blocks`."""
 _scratch = threading.local()
 
 
@@ -66,6 +70,10 @@ def linears(
     form = kernel_form(kernels, weights) if kernels is not None and serves_rows(kernels, weights, many=many) else None
     if form is None and kernels is not None and len(weights) > 1:  # weights of several forms
         return [linear(x, weight, bias, choice) for weight, bias in zip(weights, biases, strict=True)]
+    if form is None and kernels is not None and many and takes_padded(kernels, weights[0]):
+        padded_OI = F.pad(plain(weights[0], x.dtype), (0, 0, 0, -weights[0].shape[0] % kernels.MULTIPLE_OF_OUTPUTS))
+        y = linear(x, padded_OI, choice=choice)[..., : weights[0].shape[0]]
+        return [y if biases[0] is None else y + biases[0]]
     if form is None:
         return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
@@ -101,6 +109,23 @@ def transposed_linear(x_TI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = N
     else:
         y_TO = x_TI @ weight_IO
     return (y_TO if bias_O is None else y_TO + bias_O).to(x_TI.dtype)
+
+
+def linear_by_blocks(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x·Wᵀ + b, computed by torch with equally many rows at a time.
+
+    Torch's order of summation depends on the number of rows. Here a row gets the same bits in any company.
+    """
+    rows = x_TI.shape[0]
+    blocks = F.pad(x_TI, (0, 0, 0, -rows % BLOCK_ROWS)).split(BLOCK_ROWS)
+    return torch.cat([F.linear(block, weight_OI, bias_O) for block in blocks])[:rows]
+
+
+def takes_padded(kernels: Any, weight: Weight) -> bool:
+    """Return whether the kernels for many rows multiply this matrix once rows of zeros are added to it."""
+    if not isinstance(weight, Tensor) or weight.shape[0] >= PADDED_OUTPUTS or not is_served(weight):
+        return False
+    return bool(kernels.multiplies_many(kernels.MULTIPLE_OF_OUTPUTS, weight.shape[1]))
 
 
 def serves_rows(kernels: Any, weights: Sequence[Weight], *, many: bool) -> bool:

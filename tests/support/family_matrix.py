@@ -204,7 +204,7 @@ def serving(made: Made) -> float:
                 if start < (end := min(start + 5, prompt)):
                     cache.pool.extend(table, end)
                     decoder.hidden_states(
-                        TOKENS[row : row + 1, start:end], None, PagedBatch(cache, [table], end - start, [0])
+                        TOKENS[row : row + 1, start:end], None, PagedBatch(cache, [table], [end - start], [0])
                     )
                     cache.pool.fill(table, TOKENS[row].tolist(), end)
         for step in range(4):
@@ -212,7 +212,7 @@ def serving(made: Made) -> float:
                 cache.pool.extend(table, table.length + 1)
             places = [prompt + step for prompt in prompts]
             new = torch.stack([TOKENS[row, place : place + 1] for row, place in enumerate(places)])
-            found = decoder.last_logits(new, None, PagedBatch(cache, tables, 1, [0, 0]))
+            found = decoder.last_logits(new, None, PagedBatch(cache, tables, None, [0, 0]))
             last.append(worst(found, torch.stack([made.logits[row, place] for row, place in enumerate(places)])))
             for row, table in enumerate(tables):
                 cache.pool.fill(table, TOKENS[row].tolist(), table.length + 1)

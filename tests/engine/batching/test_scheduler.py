@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, others_slow, save_reference
+from kernels_for_tests import needs_pairs
+from packages_for_tests import needs_numba
 from serving_for_tests import Served, assert_all_free, run_schedule, run_to_end, scheduler_for, serve
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
@@ -152,6 +154,36 @@ def test_the_same_seed_gives_the_same_text_beside_others(engine: Engine) -> None
     first, *rest, last = serve(engine, request, *others, request)
     assert first.tokens == last.tokens == alone.tokens
     assert all(other.tokens != alone.tokens for other in rest)
+
+
+@needs_numba
+@needs_pairs
+def test_prompts_that_arrive_together_are_read_in_one_pass_with_the_bits_of_each_alone(directory: Path) -> None:
+    """In bfloat16, where the kernels sum in one order. One prompt asks for its log-probabilities, another for skipping."""
+    engine = Engine.open(directory, device="cpu", dtype="bfloat16")
+    free = SamplingOptions(temperature=1.0, seed=3)
+    requests = [Request(prompt(5 + 4 * seed, seed), 6, free, ignore_end_tokens=True) for seed in range(5)]
+    requests += [replace(requests[1], prompt_logprobs=True), replace(requests[2], skip_threshold=1.0)]
+    expected = [serve(engine, request)[0] for request in requests]
+    shapes: list[tuple[int, ...]] = []
+    assert isinstance(engine.decoder, Decoder)
+    engine.decoder.watch = lambda x_BLD: shapes.append(tuple(x_BLD.shape[:2]))
+    together = serve(engine, *requests, prefill_chunk=128)
+    assert shapes[0] == (1, sum(len(request.prompt) for request in requests)) and set(shapes[1:]) == {(7, 1)}
+    for own, alone in zip(together, expected, strict=True):
+        assert own.tokens == alone.tokens
+        assert own.updates[0].prompt_logprobs == alone.updates[0].prompt_logprobs
+    shapes.clear()
+    serve(engine, *requests, prefill_chunk=16)
+    assert all(length <= 16 for _, length in shapes), "the pieces of one pass have at most a chunk"
+
+
+def test_in_float32_each_prompt_is_read_alone(own_engine: Engine) -> None:
+    assert isinstance(own_engine.decoder, Decoder) and own_engine.dtype == torch.float32
+    shapes: list[tuple[int, ...]] = []
+    own_engine.decoder.watch = lambda x_BLD: shapes.append(tuple(x_BLD.shape[:2]))
+    serve(own_engine, Request(prompt(5), 1), Request(prompt(7, 1), 1))
+    assert shapes == [(1, 5), (1, 7)]
 
 
 def test_a_long_prompt_does_not_stall_those_that_run(engine: Engine) -> None:

@@ -54,11 +54,11 @@ def test_prompts_are_read_in_groups_of_a_bounded_size(tmp_path: Path, monkeypatc
     sizes: list[tuple[int, ...]] = []
     decoder.watch = lambda x_BLD: sizes.append(tuple(x_BLD.shape[:2]))
     whole = continue_together(decoder, PROMPTS, LIMITS, (), GREEDY, generator)
-    assert sizes[0] == (5, 5)
+    assert sizes[0] == (1, sum(map(len, PROMPTS)))
     monkeypatch.setattr(together, "MOST_TOKENS", 6)
     sizes.clear()
     assert continue_together(decoder, PROMPTS, LIMITS, (), GREEDY, generator) == whole
-    assert sizes[:4] == [(2, 3), (1, 5), (1, 2), (1, 4)]
+    assert sizes[:3] == [(1, 4), (1, 5), (1, 6)]
 
 
 def test_blocks_of_ended_sequences_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_both_caches_keep_the_same_and_count_their_bytes() -> None:
     for past, new in ((0, 5), (5, 1)):
         keys, values = torch.randn(2, 1, heads, new, size, generator=generator)
         table.length = past
-        batch = PagedBatch(paged, [table], new, [0])
+        batch = PagedBatch(paged, [table], [new], [0])
         batch.append(1, keys, values)
         for mine, other in zip(own.append(1, keys, values), batch.of_sequence(1, 0), strict=True):
             assert isinstance(mine, Scaled) and isinstance(other, Scaled)

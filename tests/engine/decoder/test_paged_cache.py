@@ -157,14 +157,14 @@ def paged(decoder: Decoder, config: Any, texts: list[list[int]], chunk: int, alo
             if start < prompt:
                 end = min(start + chunk, prompt)
                 cache.pool.extend(table, end)
-                batch = PagedBatch(cache, [table], end - start, [prompt])
+                batch = PagedBatch(cache, [table], [end - start], [prompt])
                 decoder.hidden_states(torch.tensor([text[start:end]]), None, batch)
                 cache.pool.fill(table, text, end)
     results = []
     for step in range(alone):
         for table in tables:
             cache.pool.extend(table, table.length + 1)
-        batch = PagedBatch(cache, tables, 1, prompts)
+        batch = PagedBatch(cache, tables, None, prompts)
         last = torch.tensor([[text[prompt + step]] for text, prompt in zip(texts, prompts, strict=True)])
         results.append(decoder.last_logits(last, None, batch))
         for table, text in zip(tables, texts, strict=True):

@@ -160,14 +160,14 @@ def test_a_sequence_gets_the_same_bits_beside_others(family: str, changes: dict[
         alone = [KeyValueCache(config, 1, 24, torch.bfloat16) for _ in tables]
         for table, length, prompt, own in zip(tables, lengths, prompts, alone, strict=True):
             cache.pool.extend(table, length)
-            together = decoder.last_logits(prompt[None, :length], None, PagedBatch(cache, [table], length, [length]))
+            together = decoder.last_logits(prompt[None, :length], None, PagedBatch(cache, [table], [length], [length]))
             assert torch.equal(together, decoder.last_logits(prompt[None, :length], None, own))
             cache.pool.fill(table, prompt.tolist(), length)
         for step in range(8):
             for table in tables:
                 cache.pool.extend(table, table.length + 1)
             last = torch.stack([prompt[length + step] for prompt, length in zip(prompts, lengths, strict=True)])
-            together = decoder.last_logits(last[:, None], None, PagedBatch(cache, tables, 1, lengths), DECODING)
+            together = decoder.last_logits(last[:, None], None, PagedBatch(cache, tables, None, lengths), DECODING)
             for row, own in enumerate(alone):
                 assert torch.equal(together[row], decoder.last_logits(last[row, None, None], None, own, DECODING)[0])
             for table, prompt in zip(tables, prompts.tolist(), strict=True):

@@ -108,9 +108,9 @@ def test_sequences_of_a_paged_cache_are_stepped_together(monkeypatch: pytest.Mon
     tables, outputs, seen = [BlockTable() for _ in range(3)], [], counted(monkeypatch)
     with torch.inference_mode():
         for row, table in enumerate(tables):
-            layer(x_BLD[row : row + 1, :4], positions(TORCH), PagedBatch(cache, [table], 4, [0]))
+            layer(x_BLD[row : row + 1, :4], positions(TORCH), PagedBatch(cache, [table], [4], [0]))
         for place in range(4, 9):
-            batch = PagedBatch(cache, tables, 1, [0, 0, 0])
+            batch = PagedBatch(cache, tables, None, [0, 0, 0])
             outputs.append(layer(x_BLD[:, place : place + 1], positions(DECODING), batch))
     assert seen == [3] * 5 and torch.equal(torch.cat(outputs, dim=1).float(), alone)
 
