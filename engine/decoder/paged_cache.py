@@ -152,8 +152,9 @@ class PagedBatch:
         self.new = [1] * len(tables) if new is None else list(new)
         """Number of new positions of each sequence."""
         self._tables, self._read_as = tables, read_as
-        own = [range(past, past + count) for past, count in zip(self.past, self.new, strict=True)]
-        self.positions_BL = self.joined([torch.arange(each.start, each.stop)[None] for each in own], 1)
+        own = zip(self.past, self.new, strict=True)
+        places = torch.tensor([place for past, count in own for place in range(past, past + count)])
+        self.positions_BL = places[:, None] if self.is_step else places[None]
 
     def split(self, x: Tensor, dimension: int) -> Sequence[Tensor]:
         """Return each sequence's part of a tensor of the pass, [1, ...], whose positions lie along this dimension."""

@@ -292,7 +292,7 @@ async def _answer(state: State, request: Request, kind: type[Answer], form: type
             answer = kind(wanted, service.model_name, service.words, include_usage=wanted.include_usage)
             shown = form(wanted.repeated, service.model_name, len(wanted.requests[0].prompt)) if form else AnswerForm()
             own = [replace(each, namespace=getattr(request.state, NAMESPACE)) for each in wanted.requests]
-            exchange = Exchange(service.engine_loop, own, service.metrics)
+            exchange = Exchange(service.engine_loop, own, service.metrics, streams=wanted.stream)
             held.callback(exchange.cancel)
             if wanted.stream:
                 return EventStream(_events(_chunks(exchange, answer, deadline), shown, state), held.pop_all().close)
