@@ -6,14 +6,13 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
+from engine.kernels.attention_instructions import exponentials, largest_of, weigh, weigh_pairs
 from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.compiler.instructions import FLOAT, INDEX, at, load, loop, many, repeated, widened
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
+from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
 
 ATTENTION = np.dtype(
     [
@@ -36,48 +35,27 @@ ATTENTION = np.dtype(
         ("repeats", np.int64),  # 1 if several of the B may be positions of one sequence, else 0
         ("results", np.int64),  # [B, H, E] bfloat16
         ("scale", np.float32),  # factor of the scores
+        # The kernel computes the remaining fields, for its blocks. A work W is one piece for one group of one sequence.
+        ("begins", np.int64),  # [B + 1] the first work of each sequence, and the end of the last
+        ("most", np.int64),  # pieces of the longest sequence
+        ("sums", np.int64),  # [W, R, E] float32: sums of values, weighted by e^(score − largest score of the piece)
+        ("totals", np.int64),  # [W, R, 2] float32: the largest score and the sum of the weights
     ],
     align=True,
 )
 """Arguments of the attention of one new position of each sequence. The kernel rotates queries and keys, appends keys and
 values to the cache, and then attends. Where sequences repeat, all keys and values are appended before any query attends."""
 attention_at = record_at(ATTENTION)
-
-
-def _weigh(rows: int, size: int) -> Any:
-    """Return a function of (address of P bfloat16 vectors, values from one vector to the next, P, address of R rows of P
-    float32 weights, values from one row to the next, address of the results, stride).
-
-    The function adds Σ_p weight_rp · vector_p, of `size` values, to the float32 results of row r at `r · stride`.
-    """
-    kind = many(FLOAT, size)
-
-    def weigh(
-        context: Any, x_PE: Any, step: Any, count: Any, weights_RP: Any, weight_stride: Any, results: Any, stride: Any
-    ) -> Any:
-        return types.void(*[types.int64] * 7), generate
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x_address, step, count, weight_address, weight_stride, result_address, stride = arguments
-        weight_rows = [at(builder, weight_address, builder.mul(weight_stride, INDEX(r)), 4) for r in range(rows)]
-        places = [at(builder, result_address, builder.mul(stride, INDEX(r)), 4) for r in range(rows)]
-
-        def add(index: Any, sums: list[Any]) -> list[Any]:
-            x = widened(builder, at(builder, x_address, builder.mul(index, step), 2), size)
-            weights = [repeated(builder, load(builder, at(builder, row, index, 4), FLOAT), size) for row in weight_rows]
-            products = [builder.fmul(weight, x, flags=("contract",)) for weight in weights]
-            return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, products, strict=True)]
-
-        sums = loop(builder, INDEX(0), count, 1, [load(builder, place, kind) for place in places], add)
-        for place, total in zip(places, sums, strict=True):
-            builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return intrinsic(weigh)
-
-
-_FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = _weigh(4, 64), _weigh(1, 64), _weigh(4, 16), _weigh(1, 16)
-_ONE_OF_ONE = _weigh(1, 1)
+PIECE = 512
+"""Positions of a piece. Pieces begin where a sequence's own positions say, so its sums have one order on any number of
+threads and in any company."""
+_PRODUCTS = ("multiply_pairs", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ("multiply_wide",)
+_FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
+_ONE_OF_ONE = weigh(1, 1)
+_FOUR_PAIRS_OF_MANY, _ONE_PAIR_OF_MANY, _FOUR_PAIRS, _ONE_PAIR = (
+    *(weigh_pairs(4, 2), weigh_pairs(1, 2)),
+    *(weigh_pairs(4, 1), weigh_pairs(1, 1)),
+)
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64)")
@@ -109,6 +87,31 @@ def add_weighted(x: Any, size: Any, count: Any, weights: Any, positions: Any, ro
         row += 4 if four else 1
 
 
+@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
+def add_weighted_pairs(x: Any, size: Any, count: Any, weights: Any, positions: Any, rows: Any, results: Any) -> None:
+    """`add_weighted` for bfloat16 weights, an even number of vectors, and sizes that are multiples of 32."""
+    row = 0
+    while row < rows:
+        four = row + 4 <= rows
+        w = weights + 2 * row * positions
+        first = 0
+        while first < size:
+            v, y = x + 2 * first, results + 4 * (row * size + first)
+            if first + 64 <= size:
+                if four:
+                    _FOUR_PAIRS_OF_MANY(v, size, count, w, positions, y, size)
+                else:
+                    _ONE_PAIR_OF_MANY(v, size, count, w, positions, y, size)
+                first += 64
+            else:
+                if four:
+                    _FOUR_PAIRS(v, size, count, w, positions, y, size)
+                else:
+                    _ONE_PAIR(v, size, count, w, positions, y, size)
+                first += 32
+        row += 4 if four else 1
+
+
 @helper
 def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
     """Apply the rotary embedding to one head's vector, whose two halves are paired."""
@@ -119,21 +122,6 @@ def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
         left, right = widen(head_E[index]), widen(head_E[index + half])
         turned_E[index] = left * cosine_E[index] - right * sine_E[index]
         turned_E[index + half] = right * cosine_E[index + half] + left * sine_E[index + half]
-
-
-@kernel(JOB, calls=("parallel_for", "serial_for", "append_block", "attend_block"))
-def attend(address: Any) -> None:
-    """Attend for the groups of all sequences, which are shared among threads."""
-    job = attention_at(address)
-    table = kernels_at(job.kernels)
-    past_B = numba.carray(integers(job.past), (job.sequences,))
-    positions = job.sequences
-    for past in past_B:
-        positions += past
-    loop = loop_for(table, 4 * job.groups * job.size * positions)  # keys and values in bfloat16
-    if job.repeats != 0:
-        call(loop, (table.append_block, address, job.sequences * job.groups))
-    call(loop, (table.attend_block, address, job.sequences * job.groups))
 
 
 @inline
@@ -167,22 +155,10 @@ def _append(job: Any, sequence: Any, group: Any, slot: Any, cosine_E: Any, sine_
         value_E[index] = given_E[index]
 
 
-@helper
-def _softmax(scores_RP: Any, scale: Any, sinks: Any, first_head: Any, total_R: Any) -> None:
-    """Replace the scores by e^(scale · score − largest) with their sums in `total_R`. sinks: an address, or 0 for none."""
-    per_group, positions = scores_RP.shape
-    sinks_R = numba.carray(floats(sinks + 4 * first_head), (per_group,))
-    for head in range(per_group):
-        sink = sinks_R[head] if sinks != 0 else np.float32(-np.inf)
-        largest = sink
-        for place in range(positions):
-            scores_RP[head, place] *= scale
-            largest = max(largest, scores_RP[head, place])
-        if sinks != 0:
-            total_R[head] = exp(sink - largest)
-        for place in range(positions):
-            scores_RP[head, place] = exp(scores_RP[head, place] - largest)
-            total_R[head] += scores_RP[head, place]
+@inline
+def _pieces(window: Any, past: Any) -> Any:
+    """Return the number of pieces of the positions that the new position attends to."""
+    return (past - _first_seen(window, past)) // PIECE + 1
 
 
 @kernel(BLOCK)
@@ -197,44 +173,156 @@ def append_block(address: Any, work: Any) -> None:
     _append(job, sequence, group, _slot(job, blocks_M, past), cosine_E, sine_E)
 
 
-@kernel(BLOCK, calls=("multiply_wide", "add_weighted"))
-def attend_block(address: Any, work: Any) -> None:
-    """Attend for one group of one sequence. All its queries share one read of each key and value, block after block."""
+@helper
+def _softmax(scores_RP: Any, scale: Any, totals_R2: Any) -> None:
+    """Replace the scores by e^(scale · score − largest). Writes the largest and the sum of each row to `totals_R2`."""
+    rows, positions = scores_RP.shape
+    for row in range(rows):
+        own = address_of(scores_RP) + 4 * row * positions
+        largest = scale * largest_of(own, positions)
+        totals_R2[row, 0], totals_R2[row, 1] = largest, exponentials(own, positions, scale, largest)
+
+
+@helper
+def _prepare_queries(address: Any, cosine_E: Any, sine_E: Any, query_RE: Any, rounded_RE: Any) -> None:
+    """Rotate the queries of a group, and round them to bfloat16 where the processor multiplies pairs of it."""
+    rows, size = query_RE.shape
+    for row in range(rows):
+        _rotate(address + 2 * row * size, cosine_E, sine_E, query_RE[row])
+    if MULTIPLIES_BFLOAT16:
+        for row in range(rows):
+            for index in range(size):
+                rounded_RE[row, index] = narrow(query_RE[row, index])
+
+
+@inline
+def _run(job: Any, place: Any, end: Any) -> Any:
+    """Return how many positions from this one on, up to `end`, lie in one block."""
+    return min(job.block_size - place % job.block_size, end - place)
+
+
+@helper
+def _add_values(job: Any, group: Any, blocks_M: Any, first: Any, weights_RP: Any, sums: Any) -> None:
+    """Write the sums of the values from position `first` on, times their weights, to the float32 results at `sums`."""
+    table, size, (rows, positions) = kernels_at(job.kernels), job.size, weights_RP.shape
+    sum_RE, place, end = numba.carray(floats(sums), (rows, size)), first, first + positions
+    sum_RE[:] = np.float32(0.0)
+    takes_pairs = MULTIPLIES_BFLOAT16 and size % 32 == 0
+    rounded_RP = np.empty((rows, positions if takes_pairs else 0), np.uint16)
+    for row in range(rows):
+        for index in range(rounded_RP.shape[1]):
+            rounded_RP[row, index] = narrow(weights_RP[row, index])
+    while place < end:
+        count = _run(job, place, end)
+        values = job.values + 2 * (group * job.group_stride + _slot(job, blocks_M, place) * size)
+        pairs = count & -2 if takes_pairs else 0
+        if pairs > 0:
+            weights = address_of(rounded_RP) + 2 * (place - first)
+            call(table.add_weighted_pairs, (values, size, pairs, weights, positions, rows, sums))
+        if pairs < count:
+            weights = address_of(weights_RP) + 4 * (place - first + pairs)
+            call(table.add_weighted, (values + 2 * pairs * size, size, count - pairs, weights, positions, rows, sums))
+        place += count
+    keep(rounded_RP)
+
+
+@kernel(BLOCK, calls=(*_PRODUCTS, "add_weighted"))
+def attend_piece(address: Any, work: Any) -> None:
+    """Attend to one piece of the positions for one group of one sequence. All its queries share one read of each key and
+    value, block after block."""
     job = attention_at(address)
     table, size, per_group = kernels_at(job.kernels), job.size, job.heads // job.groups
-    sequence, group = work // job.groups, work % job.groups
+    begins_B, sequence = numba.carray(integers(job.begins), (job.sequences + 1,)), 0
+    while begins_B[sequence + 1] <= work:
+        sequence += 1
     past = numba.carray(integers(job.past), (job.sequences,))[sequence]
+    pieces = _pieces(job.window, past)
+    group, piece = (work - begins_B[sequence]) // pieces, (work - begins_B[sequence]) % pieces
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    first = _first_seen(job.window, past)
     turn = 2 * sequence * size
     cosine_E, sine_E = wide_vector(job.cosine + turn, size), wide_vector(job.sine + turn, size)
-    if job.repeats == 0:
+    if job.repeats == 0 and job.most == 1:
         _append(job, sequence, group, _slot(job, blocks_M, past), cosine_E, sine_E)
-    query_RE = np.empty((per_group, size), np.float32)
-    for head in range(per_group):
-        own = 2 * (sequence * job.query_stride + (group * per_group + head) * size)
-        _rotate(job.query + own, cosine_E, sine_E, query_RE[head])
-    positions = past + 1 - first
-    scores_RP = np.empty((per_group, positions), np.float32)
-    place = first
-    while place <= past:
-        count = min(job.block_size - place % job.block_size, past + 1 - place)
+    query_RE, rounded_RE = np.empty((per_group, size), np.float32), np.empty((per_group, size), np.uint16)
+    queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
+    _prepare_queries(queries, cosine_E, sine_E, query_RE, rounded_RE)
+    query = address_of(rounded_RE) if MULTIPLIES_BFLOAT16 else address_of(query_RE)
+    multiply = table.multiply_pairs if MULTIPLIES_BFLOAT16 else table.multiply_wide
+    first = _first_seen(job.window, past) + PIECE * piece
+    place, end = first, min(first + PIECE, past + 1)
+    scores_RP = np.empty((per_group, end - first), np.float32)
+    while place < end:
+        count = _run(job, place, end)
         keys = job.keys + 2 * (group * job.group_stride + _slot(job, blocks_M, place) * size)
         results = address_of(scores_RP) + 4 * (place - first)
-        call(table.multiply_wide, (keys, 0, 1, count, size, address_of(query_RE), per_group, results, positions))
+        call(multiply, (keys, 0, 1, count, size, query, per_group, results, end - first))
         place += count
     keep(query_RE)
-    total_R, sum_RE = np.zeros(per_group, np.float32), np.zeros((per_group, size), np.float32)
-    _softmax(scores_RP, job.scale, job.sinks, group * per_group, total_R)
-    place = first
-    while place <= past:
-        count = min(job.block_size - place % job.block_size, past + 1 - place)
-        values = job.values + 2 * (group * job.group_stride + _slot(job, blocks_M, place) * size)
-        weights = address_of(scores_RP) + 4 * (place - first)
-        call(table.add_weighted, (values, size, count, weights, positions, per_group, address_of(sum_RE)))
-        place += count
-    keep(scores_RP)
+    keep(rounded_RE)
+    _softmax(scores_RP, job.scale, numba.carray(floats(job.totals + 8 * work * per_group), (per_group, 2)))
+    _add_values(job, group, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size)
+    if job.most == 1:
+        _finish(job, sequence, group, work, 1)
+
+
+@helper
+def _finish(job: Any, sequence: Any, group: Any, first: Any, pieces: Any) -> None:
+    """Write the results of one group of one sequence: the sum of its pieces, each times e^(own largest score − largest)."""
+    per_group, size = job.heads // job.groups, job.size
+    totals_WR2 = numba.carray(floats(job.totals + 8 * first * per_group), (pieces, per_group, 2))
+    sums_WRE = numba.carray(floats(job.sums + 4 * first * per_group * size), (pieces, per_group, size))
     mixed_BHE = numba.carray(halves(job.results), (job.sequences, job.heads, size))
-    for head in range(per_group):
+    sinks_H, sum_E = numba.carray(floats(job.sinks), (job.heads,)), np.empty(size, np.float32)
+    for row in range(per_group):
+        head = group * per_group + row
+        largest = sinks_H[head] if job.sinks != 0 else np.float32(-np.inf)
+        for piece in range(pieces):
+            largest = max(largest, totals_WR2[piece, row, 0])
+        total = exp(sinks_H[head] - largest) if job.sinks != 0 else np.float32(0.0)
+        sum_E[:] = np.float32(0.0)
+        for piece in range(pieces):
+            factor = exp(totals_WR2[piece, row, 0] - largest)
+            total += factor * totals_WR2[piece, row, 1]
+            for index in range(size):
+                sum_E[index] += factor * sums_WRE[piece, row, index]
         for index in range(size):
-            mixed_BHE[sequence, group * per_group + head, index] = narrow(sum_RE[head, index] / total_R[head])
+            mixed_BHE[sequence, head, index] = narrow(sum_E[index] / total)
+
+
+@kernel(BLOCK)
+def finish_block(address: Any, work: Any) -> None:
+    """Add up the pieces of one group of one sequence."""
+    job = attention_at(address)
+    sequence, group = work // job.groups, work % job.groups
+    pieces = _pieces(job.window, numba.carray(integers(job.past), (job.sequences,))[sequence])
+    first = numba.carray(integers(job.begins), (job.sequences + 1,))[sequence] + group * pieces
+    _finish(job, sequence, group, first, pieces)
+
+
+@kernel(JOB, calls=("parallel_for", "serial_for", "append_block", "attend_piece", "finish_block"))
+def attend(address: Any) -> None:
+    """Attend for the groups of all sequences, piece by piece; pieces are shared among threads."""
+    job = attention_at(address)
+    table, per_group = kernels_at(job.kernels), job.heads // job.groups
+    past_B, begins_B = numba.carray(integers(job.past), (job.sequences,)), np.zeros(job.sequences + 1, np.int64)
+    positions, most = job.sequences, 0
+    for sequence in range(job.sequences):
+        positions += past_B[sequence]
+        pieces = _pieces(job.window, past_B[sequence])
+        begins_B[sequence + 1] = begins_B[sequence] + job.groups * pieces
+        most = max(most, pieces)
+    sums_WRE, totals_WR2 = (
+        np.empty((begins_B[-1], per_group, job.size), np.float32),
+        np.empty((begins_B[-1], per_group, 2), np.float32),
+    )
+    job.most = most
+    job.begins, job.sums, job.totals = address_of(begins_B), address_of(sums_WRE), address_of(totals_WR2)
+    loop = loop_for(table, 4 * job.groups * job.size * positions)  # keys and values in bfloat16
+    if job.repeats != 0 or job.most > 1:
+        call(loop, (table.append_block, address, job.sequences * job.groups))
+    call(loop, (table.attend_piece, address, begins_B[-1]))
+    if job.most > 1:
+        call(loop, (table.finish_block, address, job.sequences * job.groups))
+    keep(begins_B)
+    keep(sums_WRE)
+    keep(totals_WR2)

@@ -127,6 +127,8 @@ def test_attention_equals_the_textbook(past: list[int], owners: list[int], windo
     for row, position in enumerate(past):
         wide = [tensor[row].double() for tensor in (query, key, cosine, sine)]
         turned_query, turned_key = (rotate(x, wide[2], wide[3]) for x in wide[:2])
+        if kernels.MULTIPLIES_BFLOAT16:  # the kernel rounds queries, as torch does
+            turned_query = turned_query.bfloat16().double()
         slots = [int(blocks[row, place // 4]) * 4 + place % 4 for place in range(position + 1)]
         written.append(slots[-1])
         assert torch.allclose(keys[:, slots[-1]].double(), turned_key, rtol=2**-8, atol=1e-6)
@@ -140,6 +142,89 @@ def test_attention_equals_the_textbook(past: list[int], owners: list[int], windo
             assert torch.allclose(mixed[row, head].double(), expected, rtol=2**-7, atol=1e-3)
     others = [slot for slot in range(48) if slot not in written]
     assert torch.equal(keys[:, others], before[0][:, others]) and torch.equal(values[:, others], before[1][:, others])
+
+
+def attended(
+    past: list[int], shape: tuple[int, int, int], window: int | None, block_size: int = 32, threads: int = 1
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the kernel's result for sequences whose positions were drawn, and that of the textbook in float64."""
+    heads, groups, size = shape
+    kernels.use_threads(threads)
+    mixed, expected = [], []
+    most = max(past) // block_size + 1
+    query, key, value = (torch.empty(len(past), count, size).bfloat16() for count in (heads, groups, groups))
+    keys, values = (torch.empty(groups, len(past) * most * block_size, size).bfloat16() for _ in range(2))
+    blocks = torch.arange(len(past) * most).view(len(past), most).flip(1).contiguous()
+    for row, position in enumerate(past):
+        generator = torch.Generator().manual_seed(position)
+        own = torch.randn(heads + 2 * groups * (position + 1), size, generator=generator).bfloat16()
+        query[row] = own[:heads]
+        own_keys, own_values = own[heads:].view(2, groups, position + 1, size)
+        key[row], value[row] = own_keys[:, -1], own_values[:, -1]
+        slots = [int(blocks[row, place // block_size]) * block_size + place % block_size for place in range(position)]
+        keys[:, slots], values[:, slots] = own_keys[:, :-1], own_values[:, :-1]
+        first = 0 if window is None else max(0, position + 1 - window)
+        each = heads // groups
+        scores = query[row].double().view(groups, each, size) @ own_keys[:, first:].double().mT * size**-0.5
+        expected.append((scores.softmax(-1) @ own_values[:, first:].double()).view(heads, size))
+    ones, zeros = torch.ones(len(past), size).bfloat16(), torch.zeros(len(past), size).bfloat16()
+    mixed = kernels.attend(
+        [tensor.data_ptr() for tensor in (query, key, value, ones, zeros)],
+        [tensor.stride(0) for tensor in (query, key, value)],
+        [keys.data_ptr(), values.data_ptr()],
+        (len(past), heads, groups, size),
+        keys.stride(0),
+        (blocks.numpy(), np.array(past), block_size, False),
+        window,
+        size**-0.5,
+    )
+    return as_bfloat16(mixed), expected
+
+
+@needs_numba
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("shape", [(8, 2, 64), (5, 1, 96), (8, 1, 128), (2, 2, 40), (6, 1, 80)])
+def test_attention_over_several_pieces_equals_the_textbook(shape: tuple[int, int, int], window: int | None) -> None:
+    """Pieces have 512 positions. Every number of queries of a group and every rest of a head's size is there."""
+    past = [0, 1, 510, 511, 512, 1023, 1300]
+    mixed, expected = attended(past, shape, window)
+    for got, wanted in zip(mixed.double(), expected, strict=True):
+        assert (got - wanted).abs().max() <= 2**-8 * wanted.abs().max() + 2e-3
+
+
+@needs_numba
+def test_attention_has_the_same_bits_on_any_number_of_threads_and_in_any_company() -> None:
+    past = [1300, 3, 700, 511]
+    together, _ = attended(past, (8, 2, 64), None)
+    on_two, _ = attended(past, (8, 2, 64), None, threads=2)
+    assert torch.equal(together, on_two)
+    for row, position in enumerate(past):
+        alone, _ = attended([position], (8, 2, 64), None, threads=2)
+        assert torch.equal(alone[0], together[row])
+
+
+@needs_numba
+def test_the_largest_score_of_a_piece_may_be_far_below_that_of_all() -> None:
+    """The first piece's scores are 200 below the second's, so its weights vanish, and nothing overflows."""
+    heads, size, past = 1, 32, 600
+    query = torch.full((1, heads, size), 8.0).bfloat16()
+    keys = torch.full((1, 640, size), -4.0).bfloat16()
+    keys[:, 512:] = 4.0
+    values = torch.ones(1, 640, size).bfloat16()
+    values[:, :512] = -1.0
+    new = keys[0, :1].clone().fill_(4.0), values[0, 600:601].clone()
+    ones, zeros = torch.ones(1, size).bfloat16(), torch.zeros(1, size).bfloat16()
+    mixed = kernels.attend(
+        [tensor.data_ptr() for tensor in (query, *new, ones, zeros)],
+        [heads * size, size, size],
+        [keys.data_ptr(), values.data_ptr()],
+        (1, heads, 1, size),
+        keys.stride(0),
+        (np.arange(20)[None], np.array([past]), 32, False),
+        None,
+        1.0,
+    )
+    assert torch.equal(as_bfloat16(mixed), torch.ones(1, heads, size).bfloat16())
 
 
 @needs_numba

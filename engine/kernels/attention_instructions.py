@@ -1,0 +1,200 @@
+"""What attention does for each position, in LLVM instructions: the softmax of scores, and sums of weighted values.
+
+Rows of float32 are processed 16 at a time, and the rest one by one. Where the processor multiplies pairs of bfloat16,
+weights are rounded to bfloat16, as in torch's products of probabilities and values, and two positions are added at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from engine.kernels.compiler.instructions import (
+    FLOAT,
+    IN_ORDER,
+    INDEX,
+    INT,
+    INTS,
+    LANES,
+    SHORT,
+    add_pairs,
+    add_product,
+    at,
+    load,
+    loop,
+    many,
+    repeated,
+    widened,
+)
+
+_WIDE = 2 * LANES
+
+
+def _all(value: float, size: int) -> Any:
+    """Return a constant vector that repeats a float32."""
+    return ir.Constant(many(FLOAT, size), [value] * size if size > 1 else value)
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _halved(builder: Any, vector: Any, join: Any) -> Any:
+    """Return one value: halves of a vector are joined until one lane is left."""
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        lower, upper = (
+            builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(INT, lanes), list(range(start, start + lanes))))
+            for start in (0, lanes)
+        )
+        vector = join(lower, upper)
+    return builder.extract_element(vector, INT(0))
+
+
+def exponential(builder: Any, x: Any, size: int) -> Any:
+    """Return e^x of each value, as `arithmetic.exp` computes it; NaN stays NaN."""
+    kind, integers = many(FLOAT, size), many(INT, size)
+    low, high = _all(-87.0, size), _all(88.0, size)
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+    name = "llvm.floor.f32" if size == 1 else f"llvm.floor.v{size}f32"
+    floor = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(kind, [kind]))
+    n = builder.call(floor, [add_product(builder, _all(0.5, size), x, _all(1.4426950408889634, size))])
+    r = add_product(builder, add_product(builder, x, n, _all(-0.693359375, size)), n, _all(2.12194440e-4, size))
+    series = _all(1.0 / 720.0, size)
+    for coefficient in (1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0):
+        series = add_product(builder, _all(coefficient, size), series, r)
+
+    def integer(value: int) -> Any:
+        return ir.Constant(integers, [value] * size if size > 1 else value)
+
+    power = builder.shl(builder.add(builder.fptosi(n, integers), integer(127)), integer(23))
+    return builder.fmul(series, builder.bitcast(power, kind), flags=IN_ORDER)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def largest_of(context: Any, address: Any, count: Any) -> Any:
+    """Return the largest of `count` float32 values; −∞ for none."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, count = arguments
+        whole = builder.and_(count, INDEX(-LANES))
+
+        def taking(size: int) -> Any:
+            def step(index: Any, found: list[Any]) -> list[Any]:
+                return [_larger(builder, load(builder, at(builder, address, index, 4), many(FLOAT, size)), found[0])]
+
+            return step
+
+        lanes = loop(builder, INDEX(0), whole, LANES, [_all(float("-inf"), LANES)], taking(LANES))[0]
+        one = _halved(builder, lanes, lambda a, b: _larger(builder, a, b))
+        return loop(builder, whole, count, 1, [one], taking(1))[0]
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exponentials(context: Any, address: Any, count: Any, scale: Any, largest: Any) -> Any:
+    """Replace `count` float32 values x by e^(scale · x − largest). Returns their sum."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, count, scale, largest = arguments
+        less, whole = builder.fneg(largest), builder.and_(count, INDEX(-LANES))
+
+        def taking(size: int) -> Any:
+            factor, offset = repeated(builder, scale, size), repeated(builder, less, size)
+
+            def step(index: Any, sums: list[Any]) -> list[Any]:
+                kind, place = many(FLOAT, size), at(builder, address, index, 4)
+                made = exponential(builder, add_product(builder, offset, load(builder, place, kind), factor), size)
+                builder.store(made, builder.inttoptr(place, kind.as_pointer()), align=4)
+                return [builder.fadd(sums[0], made, flags=IN_ORDER)]
+
+            return step
+
+        lanes = loop(builder, INDEX(0), whole, LANES, [_all(0.0, LANES)], taking(LANES))[0]
+        one = _halved(builder, lanes, lambda a, b: builder.fadd(a, b, flags=IN_ORDER))
+        return loop(builder, whole, count, 1, [one], taking(1))[0]
+
+    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
+
+
+def weigh(rows: int, size: int) -> Any:
+    """Return a function of (address of P bfloat16 vectors, values from one vector to the next, P, address of R rows of P
+    float32 weights, values from one row to the next, address of the results, stride).
+
+    The function adds Σ_p weight_rp · vector_p, of `size` values, to the float32 results of row r at `r · stride`.
+    """
+    kind = many(FLOAT, size)
+
+    def weigh(
+        context: Any, x_PE: Any, step: Any, count: Any, weights_RP: Any, weight_stride: Any, results: Any, stride: Any
+    ) -> Any:
+        return types.void(*[types.int64] * 7), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x_address, step, count, weight_address, weight_stride, result_address, stride = arguments
+        weight_rows = [at(builder, weight_address, builder.mul(weight_stride, INDEX(r)), 4) for r in range(rows)]
+        places = [at(builder, result_address, builder.mul(stride, INDEX(r)), 4) for r in range(rows)]
+
+        def add(index: Any, sums: list[Any]) -> list[Any]:
+            x = widened(builder, at(builder, x_address, builder.mul(index, step), 2), size)
+            weights = [repeated(builder, load(builder, at(builder, row, index, 4), FLOAT), size) for row in weight_rows]
+            return [add_product(builder, total, weight, x) for total, weight in zip(sums, weights, strict=True)]
+
+        sums = loop(builder, INDEX(0), count, 1, [load(builder, place, kind) for place in places], add)
+        for place, total in zip(places, sums, strict=True):
+            builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return intrinsic(weigh)
+
+
+def weigh_pairs(rows: int, parts: int) -> Any:
+    """Return a function like `weigh`'s for 32 · `parts` values and an even number of vectors, whose weights are bfloat16."""
+    shorts = ir.VectorType(SHORT, _WIDE)
+    halves = [[lane // 2 + half + (_WIDE if lane % 2 else 0) for lane in range(_WIDE)] for half in (0, LANES)]
+    places_of_pairs = [ir.Constant(ir.VectorType(INT, _WIDE), own) for own in halves]
+
+    def weigh(
+        context: Any, x_PE: Any, step: Any, count: Any, weights_RP: Any, weight_stride: Any, results: Any, stride: Any
+    ) -> Any:
+        return types.void(*[types.int64] * 7), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x_address, step, count, weight_address, weight_stride, result_address, stride = arguments
+        weight_rows = [at(builder, weight_address, builder.mul(weight_stride, INDEX(r)), 2) for r in range(rows)]
+        kind = many(FLOAT, LANES)
+        places = [
+            at(builder, result_address, builder.add(builder.mul(stride, INDEX(r)), INDEX(LANES * part)), 4)
+            for part in range(2 * parts)
+            for r in range(rows)
+        ]
+
+        def add(index: Any, sums: list[Any]) -> list[Any]:
+            first = at(builder, x_address, builder.mul(index, step), 2)
+            second = at(builder, first, step, 2)
+            weights = []
+            for row in weight_rows:
+                pair = load(builder, at(builder, row, index, 2), INT)
+                one = builder.insert_element(ir.Constant(INTS, ir.Undefined), pair, INT(0))
+                weights.append(builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES)))
+            made: list[Any] = []
+            for part in range(parts):
+                place = INDEX(_WIDE * part)
+                own = [load(builder, at(builder, vector, place, 2), shorts) for vector in (first, second)]
+                for mixed in places_of_pairs:
+                    pairs = builder.bitcast(builder.shuffle_vector(*own, mixed), INTS)
+                    made += [add_pairs(builder, sums[len(made) + r], pairs, weights[r]) for r in range(rows)]
+            return made
+
+        sums = loop(builder, INDEX(0), count, 2, [load(builder, place, kind) for place in places], add)
+        for place, total in zip(places, sums, strict=True):
+            builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return intrinsic(weigh)
