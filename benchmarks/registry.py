@@ -73,6 +73,7 @@ BENCHMARKS = (
         ("engine/kernels", "engine/decoder/experts.py", "engine/adapted/experts_implementation.py"),
         trial=("--rounds", "1", "--layers", "1", "--shrink", "8"),
     ),
+    Benchmark("long_context", ("long_context",), ENGINE, trial=("--rounds", "2", "--layers", "1")),
     Benchmark("decode_batches", ("decode_batches",), ENGINE, trial=("--rounds", "1", "--layers", "1", "--batches", "1,4")),
     Benchmark(
         *("decode", ("decode",), ENGINE),

@@ -7,7 +7,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention_instructions import exponentials, largest_of, weigh, weigh_pairs
+from engine.kernels.attention_instructions import exponentials, largest_of, scores_tile, weigh, weigh_pairs
 from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
@@ -49,13 +49,44 @@ attention_at = record_at(ATTENTION)
 PIECE = 512
 """Positions of a piece. Pieces begin where a sequence's own positions say, so its sums have one order on any number of
 threads and in any company."""
-_PRODUCTS = ("multiply_pairs", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ("multiply_wide",)
+_PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ()
 _FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
 _ONE_OF_ONE = weigh(1, 1)
+_FOUR_KEYS_OF_4, _EIGHT_KEYS_OF_2, _MANY_KEYS_OF_1, _ONE_KEY = (
+    *(scores_tile(4, 4), scores_tile(8, 2)),
+    *(scores_tile(16, 1), scores_tile(1, 1)),
+)
 _FOUR_PAIRS_OF_MANY, _ONE_PAIR_OF_MANY, _FOUR_PAIRS, _ONE_PAIR = (
     *(weigh_pairs(4, 2), weigh_pairs(1, 2)),
     *(weigh_pairs(4, 1), weigh_pairs(1, 1)),
 )
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
+def multiply_keys(keys: Any, size: Any, count: Any, queries: Any, stride: Any, rows: Any, results: Any) -> None:
+    """Multiply `count` bfloat16 keys with `rows` bfloat16 queries. The size is a multiple of 32.
+
+    The product of key k and query r goes to place `k + r · stride` of the float32 results.
+    """
+    row = 0
+    while row < rows:
+        vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
+        own, key = queries + 2 * row * size, 0
+        while key < count:
+            k, y = keys + 2 * key * size, results + 4 * (row * stride + key)
+            if count - key >= 16 // vectors:
+                if vectors == 4:
+                    _FOUR_KEYS_OF_4(k, own, size, y, stride)
+                elif vectors == 2:
+                    _EIGHT_KEYS_OF_2(k, own, size, y, stride)
+                else:
+                    _MANY_KEYS_OF_1(k, own, size, y, stride)
+                key += 16 // vectors
+            else:
+                for more in range(vectors):
+                    _ONE_KEY(k, own + 2 * more * size, size, y + 4 * more * stride, stride)
+                key += 1
+        row += vectors
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64)")
@@ -183,16 +214,21 @@ def _softmax(scores_RP: Any, scale: Any, totals_R2: Any) -> None:
         totals_R2[row, 0], totals_R2[row, 1] = largest, exponentials(own, positions, scale, largest)
 
 
+@inline
+def _takes_pairs(size: Any) -> Any:
+    """Return whether pairs of bfloat16 are multiplied, in heads of this size."""
+    return MULTIPLIES_BFLOAT16 and size % 32 == 0
+
+
 @helper
 def _prepare_queries(address: Any, cosine_E: Any, sine_E: Any, query_RE: Any, rounded_RE: Any) -> None:
-    """Rotate the queries of a group, and round them to bfloat16 where the processor multiplies pairs of it."""
+    """Rotate the queries of a group, and round them to bfloat16 where pairs of it are multiplied."""
     rows, size = query_RE.shape
     for row in range(rows):
         _rotate(address + 2 * row * size, cosine_E, sine_E, query_RE[row])
-    if MULTIPLIES_BFLOAT16:
-        for row in range(rows):
-            for index in range(size):
-                rounded_RE[row, index] = narrow(query_RE[row, index])
+    for row in range(rounded_RE.shape[0]):
+        for index in range(size):
+            rounded_RE[row, index] = narrow(query_RE[row, index])
 
 
 @inline
@@ -207,31 +243,47 @@ def _add_values(job: Any, group: Any, blocks_M: Any, first: Any, weights_RP: Any
     table, size, (rows, positions) = kernels_at(job.kernels), job.size, weights_RP.shape
     sum_RE, place, end = numba.carray(floats(sums), (rows, size)), first, first + positions
     sum_RE[:] = np.float32(0.0)
-    takes_pairs = MULTIPLIES_BFLOAT16 and size % 32 == 0
-    rounded_RP = np.empty((rows, positions if takes_pairs else 0), np.uint16)
+    rounded_RP = np.empty((rows, positions if _takes_pairs(size) else 0), np.uint16)
     for row in range(rows):
         for index in range(rounded_RP.shape[1]):
             rounded_RP[row, index] = narrow(weights_RP[row, index])
     while place < end:
         count = _run(job, place, end)
         values = job.values + 2 * (group * job.group_stride + _slot(job, blocks_M, place) * size)
-        pairs = count & -2 if takes_pairs else 0
-        if pairs > 0:
+        if _takes_pairs(size):  # an odd position and the next one are no pair, in blocks and in contiguous memory
+            count = 1 if place % 2 == 1 or count == 1 else count & -2
+        if _takes_pairs(size) and count > 1:
             weights = address_of(rounded_RP) + 2 * (place - first)
-            call(table.add_weighted_pairs, (values, size, pairs, weights, positions, rows, sums))
-        if pairs < count:
-            weights = address_of(weights_RP) + 4 * (place - first + pairs)
-            call(table.add_weighted, (values + 2 * pairs * size, size, count - pairs, weights, positions, rows, sums))
+            call(table.add_weighted_pairs, (values, size, count, weights, positions, rows, sums))
+        else:
+            weights = address_of(weights_RP) + 4 * (place - first)
+            call(table.add_weighted, (values, size, count, weights, positions, rows, sums))
         place += count
     keep(rounded_RP)
 
 
-@kernel(BLOCK, calls=(*_PRODUCTS, "add_weighted"))
+@helper
+def _score_keys(job: Any, group: Any, blocks_M: Any, first: Any, queries: Any, scores_RP: Any) -> None:
+    """Write the products of the keys from position `first` on with the group's rotated queries, whose address is given."""
+    table, size, (rows, positions) = kernels_at(job.kernels), job.size, scores_RP.shape
+    place, end = first, first + positions
+    while place < end:
+        count = _run(job, place, end)
+        keys = job.keys + 2 * (group * job.group_stride + _slot(job, blocks_M, place) * size)
+        results = address_of(scores_RP) + 4 * (place - first)
+        if _takes_pairs(size):
+            call(table.multiply_keys, (keys, size, count, queries, positions, rows, results))
+        else:
+            call(table.multiply_wide, (keys, 0, 1, count, size, queries, rows, results, positions))
+        place += count
+
+
+@kernel(BLOCK, calls=("multiply_wide", *_PRODUCTS, "add_weighted"))
 def attend_piece(address: Any, work: Any) -> None:
     """Attend to one piece of the positions for one group of one sequence. All its queries share one read of each key and
     value, block after block."""
     job = attention_at(address)
-    table, size, per_group = kernels_at(job.kernels), job.size, job.heads // job.groups
+    size, per_group = job.size, job.heads // job.groups
     begins_B, sequence = numba.carray(integers(job.begins), (job.sequences + 1,)), 0
     while begins_B[sequence + 1] <= work:
         sequence += 1
@@ -243,20 +295,14 @@ def attend_piece(address: Any, work: Any) -> None:
     cosine_E, sine_E = wide_vector(job.cosine + turn, size), wide_vector(job.sine + turn, size)
     if job.repeats == 0 and job.most == 1:
         _append(job, sequence, group, _slot(job, blocks_M, past), cosine_E, sine_E)
-    query_RE, rounded_RE = np.empty((per_group, size), np.float32), np.empty((per_group, size), np.uint16)
+    query_RE = np.empty((per_group, size), np.float32)
+    rounded_RE = np.empty((per_group if _takes_pairs(size) else 0, size), np.uint16)
     queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
     _prepare_queries(queries, cosine_E, sine_E, query_RE, rounded_RE)
-    query = address_of(rounded_RE) if MULTIPLIES_BFLOAT16 else address_of(query_RE)
-    multiply = table.multiply_pairs if MULTIPLIES_BFLOAT16 else table.multiply_wide
     first = _first_seen(job.window, past) + PIECE * piece
-    place, end = first, min(first + PIECE, past + 1)
-    scores_RP = np.empty((per_group, end - first), np.float32)
-    while place < end:
-        count = _run(job, place, end)
-        keys = job.keys + 2 * (group * job.group_stride + _slot(job, blocks_M, place) * size)
-        results = address_of(scores_RP) + 4 * (place - first)
-        call(multiply, (keys, 0, 1, count, size, query, per_group, results, end - first))
-        place += count
+    scores_RP = np.empty((per_group, min(PIECE, past + 1 - first)), np.float32)
+    prepared = address_of(rounded_RE) if _takes_pairs(size) else address_of(query_RE)
+    _score_keys(job, group, blocks_M, first, prepared, scores_RP)
     keep(query_RE)
     keep(rounded_RE)
     _softmax(scores_RP, job.scale, numba.carray(floats(job.totals + 8 * work * per_group), (per_group, 2)))

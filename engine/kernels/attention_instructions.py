@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from engine.kernels.compiler.instructions import (
+    AHEAD,
     FLOAT,
     IN_ORDER,
     INDEX,
@@ -22,7 +23,10 @@ from engine.kernels.compiler.instructions import (
     SHORT,
     add_pairs,
     add_product,
+    added_up,
+    added_up_in_lanes,
     at,
+    fetch,
     load,
     loop,
     many,
@@ -123,6 +127,48 @@ def exponentials(context: Any, address: Any, count: Any, scale: Any, largest: An
     return types.float32(types.int64, types.int64, types.float32, types.float32), generate
 
 
+def scores_tile(keys: int, queries: int) -> Any:
+    """Return a function of (address of bfloat16 keys, address of queries, their size E, address of the results, stride).
+
+    The product of key k and query r goes to place `k + r · stride` of the float32 results. E is a multiple of 32. Every tile
+    adds up a product in the same order.
+    """
+
+    def tile(context: Any, keys_KE: Any, queries_RE: Any, size: Any, results: Any, stride: Any) -> Any:
+        return types.void(*[types.int64] * 5), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        key_address, query_address, size, result_address, stride = arguments
+        key_rows = [at(builder, key_address, builder.mul(size, INDEX(k)), 2) for k in range(keys)]
+        query_rows = [at(builder, query_address, builder.mul(size, INDEX(r)), 2) for r in range(queries)]
+
+        def dots(index: Any, sums: list[Any]) -> list[Any]:
+            queries_R = [load(builder, at(builder, row, index, 2), INTS) for row in query_rows]
+            made: list[Any] = [None] * len(sums)
+            for k, row in enumerate(key_rows):
+                place = at(builder, row, index, 2)
+                fetch(builder, builder.add(place, INDEX(AHEAD[16])))
+                key = load(builder, place, INTS)
+                for r, query in enumerate(queries_R):
+                    made[r * keys + k] = add_pairs(builder, sums[r * keys + k], key, query)
+            return made
+
+        sums = loop(builder, INDEX(0), size, _WIDE, [_all(0.0, LANES)] * (keys * queries), dots)
+        if keys * queries == 1:
+            (total,) = added_up(builder, sums)
+            builder.store(total, builder.inttoptr(result_address, FLOAT.as_pointer()), align=4)
+            return context.get_dummy_value()
+        totals, kind = added_up_in_lanes(builder, sums), many(FLOAT, keys)
+        for r in range(queries):
+            lanes = ir.Constant(ir.VectorType(INT, keys), list(range(r * keys, (r + 1) * keys)))
+            place = at(builder, result_address, builder.mul(stride, INDEX(r)), 4)
+            own = builder.shuffle_vector(totals, totals, lanes)
+            builder.store(own, builder.inttoptr(place, kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return intrinsic(tile)
+
+
 def weigh(rows: int, size: int) -> Any:
     """Return a function of (address of P bfloat16 vectors, values from one vector to the next, P, address of R rows of P
     float32 weights, values from one row to the next, address of the results, stride).
@@ -187,6 +233,8 @@ def weigh_pairs(rows: int, parts: int) -> Any:
             for part in range(parts):
                 place = INDEX(_WIDE * part)
                 own = [load(builder, at(builder, vector, place, 2), shorts) for vector in (first, second)]
+                for vector in (first, second):
+                    fetch(builder, builder.add(at(builder, vector, place, 2), INDEX(AHEAD[16])))
                 for mixed in places_of_pairs:
                     pairs = builder.bitcast(builder.shuffle_vector(*own, mixed), INTS)
                     made += [add_pairs(builder, sums[len(made) + r], pairs, weights[r]) for r in range(rows)]

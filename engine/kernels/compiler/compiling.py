@@ -163,7 +163,7 @@ TABLE_OF_ADDRESSES = np.dtype(
                 "parallel_for",
                 "serial_for",
                 "multiply_wide",
-                "multiply_pairs",
+                "multiply_keys",
                 "widen_block",
                 "rms_norm",
                 "products",

@@ -99,25 +99,35 @@ def add_halves(builder: Any, sums: list[Any], count: int) -> list[Any]:
     return sums
 
 
-def added_up(builder: Any, vectors: list[Any]) -> list[Any]:
-    """Return the sum of each of up to 4 vectors. Halves are always added to halves; the vectors share the first steps."""
+def _merged(builder: Any, a: Any, b: Any, group: int) -> Any:
+    """Halve the groups of so many lanes by adding their halves. The groups of a are followed by those of b."""
 
-    def mixed(a: Any, b: Any, places: list[int]) -> Any:
+    def mixed(places: list[int]) -> Any:
         return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT, len(places)), places))
 
-    def merged(a: Any, b: Any, group: int) -> Any:
-        """Halve the groups of so many lanes by adding their halves. The groups of a are followed by those of b."""
-        starts = range(0, 2 * LANES, group)
-        lower = [start + lane for start in starts for lane in range(group // 2)]
-        upper = [start + lane for start in starts for lane in range(group // 2, group)]
-        return builder.fadd(mixed(a, b, lower), mixed(a, b, upper), flags=IN_ORDER)
+    starts = range(0, 2 * LANES, group)
+    lower = [start + lane for start in starts for lane in range(group // 2)]
+    upper = [start + lane for start in starts for lane in range(group // 2, group)]
+    return builder.fadd(mixed(lower), mixed(upper), flags=IN_ORDER)
 
+
+def added_up(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Return the sum of each of up to 4 vectors. Halves are always added to halves; the vectors share the first steps."""
     four = [vectors[place % len(vectors)] for place in range(4)]
-    first, second = merged(four[0], four[1], LANES), merged(four[2], four[3], LANES)
-    fours = merged(first, second, LANES // 2)  # four lanes of each vector
-    twos = merged(fours, fours, 4)
-    ones = merged(twos, twos, 2)
+    first, second = _merged(builder, four[0], four[1], LANES), _merged(builder, four[2], four[3], LANES)
+    fours = _merged(builder, first, second, LANES // 2)  # four lanes of each vector
+    twos = _merged(builder, fours, fours, 4)
+    ones = _merged(builder, twos, twos, 2)
     return [builder.extract_element(ones, INT(place)) for place in range(len(vectors))]
+
+
+def added_up_in_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """Return the sums of 16 vectors in the lanes of one, each with the bits that `added_up` gives."""
+    group = LANES
+    while len(vectors) > 1:
+        vectors = [_merged(builder, a, b, group) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        group //= 2
+    return vectors[0]
 
 
 def parts(builder: Any, index: Any, divisor: int, factor: int = 1) -> Any:

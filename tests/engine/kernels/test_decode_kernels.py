@@ -127,8 +127,6 @@ def test_attention_equals_the_textbook(past: list[int], owners: list[int], windo
     for row, position in enumerate(past):
         wide = [tensor[row].double() for tensor in (query, key, cosine, sine)]
         turned_query, turned_key = (rotate(x, wide[2], wide[3]) for x in wide[:2])
-        if kernels.MULTIPLIES_BFLOAT16:  # the kernel rounds queries, as torch does
-            turned_query = turned_query.bfloat16().double()
         slots = [int(blocks[row, place // 4]) * 4 + place % 4 for place in range(position + 1)]
         written.append(slots[-1])
         assert torch.allclose(keys[:, slots[-1]].double(), turned_key, rtol=2**-8, atol=1e-6)
@@ -201,6 +199,15 @@ def test_attention_has_the_same_bits_on_any_number_of_threads_and_in_any_company
     for row, position in enumerate(past):
         alone, _ = attended([position], (8, 2, 64), None, threads=2)
         assert torch.equal(alone[0], together[row])
+
+
+@needs_numba
+@pytest.mark.parametrize("window", [None, 514, 300])
+def test_attention_has_the_same_bits_in_blocks_and_in_contiguous_memory(window: int | None) -> None:
+    past = [1300, 515, 700, 30]
+    contiguous, _ = attended(past, (7, 1, 64), window, block_size=2048)
+    for block_size in (4, 32):
+        assert torch.equal(attended(past, (7, 1, 64), window, block_size)[0], contiguous)
 
 
 @needs_numba

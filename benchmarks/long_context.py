@@ -1,0 +1,121 @@
+"""Decoding after 512, 4,096 and 32,768 positions: what a long context costs beyond the bytes of its cache.
+
+    python benchmarks/long_context.py [--layers 4] [--rounds 9]
+
+The model is a random mixture (8 experts, 2 chosen, hidden 2048, width 1792, 16 heads of 128 dimensions on 4 of keys and
+values) in bfloat16, and the cache holds random keys and values. In each round all lengths take their turn, and so does a
+plain read of memory as large as the longest cache, with as many threads. The time that the additional bytes of a cache take
+at that speed is allowed; what remains is compared with the time after the shortest context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_model import shape, write_random_model
+from results import markdown, save, times
+
+from engine.decoder.kv_cache import KeyValueCache, position_bytes
+from engine.decoder.model import Decoder
+from engine.generation.generate import Engine
+
+LENGTHS = (512, 4096, 32768)
+STEPS = 4
+
+
+def config(layers: int) -> dict[str, Any]:
+    """Return the config.json of the model."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 2 * LENGTHS[-1]}
+    return shape(hidden=2048, layers=layers, width=1792) | heads
+
+
+def filled_cache(engine: Engine, length: int) -> KeyValueCache:
+    """Return a cache whose first positions are random."""
+    cache = KeyValueCache(engine.checkpoint.config, 1, length + STEPS, torch.bfloat16)
+    generator = torch.Generator().manual_seed(length)
+    for stored in (*cache.stored.keys, *cache.stored.values):
+        stored.copy_(torch.randn(stored.shape, generator=generator))
+    return cache
+
+
+def step_seconds(engine: Engine, cache: KeyValueCache, length: int) -> float:
+    """Return the seconds of a step after so many positions."""
+    decoder, tokens = engine.decoder, torch.randint(engine.checkpoint.config.vocabulary_size, (1, STEPS))
+    assert isinstance(decoder, Decoder)
+    cache.length = length
+    started = time.perf_counter()
+    with torch.inference_mode():
+        for step in range(STEPS):
+            decoder.last_logits(tokens[:, step : step + 1], None, cache, engine.decoding_kernels)
+    return (time.perf_counter() - started) / STEPS
+
+
+def bytes_per_second(memory: torch.Tensor) -> float:
+    """Return the speed at which memory is read."""
+    started = time.perf_counter()
+    memory.sum()
+    return memory.nbytes / (time.perf_counter() - started)
+
+
+def measure(directory: Path, layers: int, rounds: int) -> dict[str, Any]:
+    """Return the seconds of a step after each length and the speed of memory, by round."""
+    write_random_model(directory / "model", config(layers))
+    engine = Engine.open(directory / "model")
+    engine.prepare()
+    caches = {length: filled_cache(engine, length) for length in LENGTHS}
+    each = position_bytes(engine.checkpoint.config, torch.bfloat16)
+    memory = torch.ones(each * LENGTHS[-1] // 8, dtype=torch.int64)
+    seconds: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    speeds = []
+    for number in range(rounds + 1):
+        made = {length: step_seconds(engine, caches[length], length) for length in LENGTHS}
+        speed = bytes_per_second(memory)
+        if number:  # the first round reads the weights from disk
+            speeds.append(speed)
+            for length in LENGTHS:
+                seconds[length].append(made[length])
+    return {"layers": layers, "bytes_per_position": each, "seconds": seconds, "bytes_per_second": speeds}
+
+
+def kept(figures: dict[str, Any], length: str) -> list[float]:
+    """Return the speed that is kept in each round, beside that after the shortest length, beyond the cache's own bytes."""
+    first = str(LENGTHS[0])
+    more = (int(length) - LENGTHS[0]) * figures["bytes_per_position"]
+    rounds = zip(figures["seconds"][first], figures["seconds"][length], figures["bytes_per_second"], strict=True)
+    return [short / (long - more / speed) for short, long, speed in rounds]
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return the time of a step after each length, the bytes of its cache, and the speed that is kept beyond them."""
+    rows = []
+    for length, seconds in figures["seconds"].items():
+        megabytes = int(length) * figures["bytes_per_position"] / 1e6
+        own = kept(figures, length)
+        shown = times(statistics.median(own), own, [1.0] * len(own)) if int(length) > LENGTHS[0] else ""
+        rows.append([f"{int(length):,}", f"{1e3 * statistics.median(seconds):.1f}", f"{megabytes:,.0f}", shown])
+    speed = statistics.median(figures["bytes_per_second"]) / 1e9
+    about = f"Memory is read at {speed:.1f} GB/s, in the median of the rounds."
+    header = ["positions", "a step, ms", "cache, MB", "speed kept beyond the cache's bytes (range)"]
+    return f"{about}\n\n{markdown(header, rows)}"
+
+
+TABLES = {"long_context": table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        save("long_context", measure(Path(scratch), options.layers, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
