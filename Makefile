@@ -53,7 +53,7 @@ shape: $(STAMP) ## the shape of the source: modules by room, the longest files a
 bench: $(STAMP) ## every benchmark whose results are older than the code that they measure, and then the pages; takes long
 	$(BIN)/python benchmarks/registry.py
 
-methods: $(STAMP) ## every method on two models: trains the second, goes on where it was interrupted; hours
+methods: $(STAMP) ## every method on two models; goes on where it was interrupted; hours
 	$(BIN)/python benchmarks/registry.py methods
 
 recipes: $(STAMP) ## every recipe of distillation, three seeds; goes on where it was interrupted; an hour or two

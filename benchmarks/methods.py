@@ -2,11 +2,12 @@
 
     python benchmarks/methods.py [--models demo,shared-expert] [--seeds 3] [--methods diep,reap,…] [--jobs 2]
 
-The demo model is shipped. The second model, of another family, is trained first if benchmarks/reference_model does not hold
-it (about half an hour). Each (model, method, seed) runs in a process of its own on one thread, through the code of `compress
-prune`, without writing artifacts. Times are processor time of that process. The seed draws the calibration text (and the
-random choices of the method); the held-out text is the same for all. Finished processes are saved in
-benchmarks/results/methods.jsonl, so that an interrupted run resumes; `--fresh` deletes them.
+The demo model is shipped with the package, and the second model, of another family, lies in benchmarks/reference_model: what
+is measured on different days is measured on the same weights. Without it, it is trained first (about half an hour). Each
+(model, method, seed) runs in a process of its own on one thread, through the code of `compress prune`, without writing
+artifacts. Times are processor time of that process. The seed draws the calibration text (and the random choices of the
+method); the held-out text is the same for all. Finished processes are saved in benchmarks/results/methods.jsonl, so that an
+interrupted run resumes; `--fresh` deletes them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/skipping.py [--models demo,shared-expert] [--samples 256] [--limit N]
 
-The models are the demo model and the second model of benchmarks/methods.py, which is trained first if it does not exist. The
+The models are the demo model and the second model of benchmarks/methods.py. The
 text is the half of the held-out documents that nothing was chosen on. The task asks which of four lines comes next in a
 held-out file (benchmarks/paper_materials.py). Every figure comes from `compress evaluate`.
 """
