@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torch import Tensor
 
 from engine.batching.paged_runner import PagedRunner
-from engine.batching.request_state import RequestState
+from engine.batching.request_state import Piece, RequestState
 
 INJECTED = "injected fault"
 
@@ -40,11 +40,11 @@ class FaultyRunner(PagedRunner):
             logits_BV[0] = float("nan")
         return logits_BV
 
-    def read(self, state: RequestState, end: int) -> Tensor | None:
+    def read(self, pieces: Sequence[Piece]) -> Tensor:
         if self._reading_fails:
             self._reading_fails = False
             raise RuntimeError(INJECTED)
-        return super().read(state, end)
+        return super().read(pieces)
 
 
 def main() -> None:
