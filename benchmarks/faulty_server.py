@@ -53,7 +53,7 @@ def main() -> None:
     from cli import main as run
 
     FaultyRunner.every = int(sys.argv.pop(1))
-    engine.batching.scheduler.PagedRunner = FaultyRunner  # type: ignore[misc]
+    engine.batching.scheduler.PagedRunner = FaultyRunner  # type: ignore[attr-defined]
     run()
 
 
