@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from compress.compare import COMPARISON, compare
+from compress.compare import compare
+from compress.comparison.pages import COMPARISON
 from compress.methods import METHODS
 from compress.options.compare import CompareOptions
 from compress.options.prune import PruneOptions

@@ -42,6 +42,7 @@ COMPRESS = (
     "report",
     "run",
     "tasks",
+    "comparison",
     "cost",
     "methods",
     "refit",

@@ -27,7 +27,11 @@ from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.windows import Windows, text_windows
 from compress import compare as module
-from compress.compare import compare, heading, labels, task_figures
+from compress.compare import compare
+from compress.comparison import pages, quality
+from compress.comparison.pages import heading
+from compress.comparison.quality import task_figures
+from compress.comparison.subject import labels
 from compress.options.compare import CompareOptions
 from compress.report import canvas, expert_record
 from compress.report.diep_scores import FILE_NAME, load_scores
@@ -202,7 +206,7 @@ def test_a_failure_leaves_nothing(place: Path, tmp_path: Path, monkeypatch: pyte
     def fail(*arguments: Any, **named: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "page", fail)
+    monkeypatch.setattr(pages, "page", fail)
     with pytest.raises(OutputError, match="No space left"):
         compare(options(place, "model", output=tmp_path / "new"))
     assert not list(tmp_path.iterdir())
@@ -245,7 +249,12 @@ def test_tasks_are_one_figure_each(place: Path, monkeypatch: pytest.MonkeyPatch)
     found = {"arc": {"alias": "arc", "sample_len": 40, "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": float("nan")}}
     assert task_figures(found) == {"arc": {"acc": 0.5}}
     asked: list[Any] = []
-    monkeypatch.setattr(module, "run_tasks", lambda engine, names, *, limit, progress: asked.append((names, limit)) or found)
+
+    def noted(engine: Engine, names: list[str], *, limit: int, progress: Any) -> dict[str, Any]:
+        asked.append((names, limit))
+        return found
+
+    monkeypatch.setattr(quality, "run_tasks", noted)
     rows = compare(options(place, "model", tasks=("arc",), limit=7))["rows"]
     assert rows[0]["tasks"] == {"arc": {"acc": 0.5}} and asked == [(["arc"], 7)]
 
@@ -416,7 +425,7 @@ def test_pictures_are_drawn_from_what_a_run_has_recorded(
     assert result.exit_code == 0, result.output
     drawn: list[Pictured] = []
     monkeypatch.setattr(
-        module,
+        pages,
         "draw_experts",
         lambda directory, models: drawn.extend(models) or compress.report.pictures.draw(directory, models),
     )
