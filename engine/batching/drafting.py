@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.batching.draft_switch import DraftSwitch
 from engine.batching.masks_ahead import MasksAhead
 from engine.batching.request import DraftLoad
-from engine.batching.request_state import Piece, RequestState
+from engine.batching.request_state import Piece, RequestState, passes
 from engine.decoder.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
@@ -170,7 +170,7 @@ class Drafting:
             if new >= FEW_UNREAD:
                 pieces.append((state, start + new))
                 left -= new
-        for group in [pieces] if pieces and self.pool.shares else [[piece] for piece in pieces]:
+        for group in passes(pieces, self.pool.shares):
             self._read(group)
         if left < self._chunk:
             if self._decoder.device.type == "cuda":

@@ -29,6 +29,11 @@ HEAD_ROWS = 64
 """Number of positions whose logits are held at a time when log-probabilities of a whole prompt are requested."""
 
 
+def passes(pieces: list[Piece], together: bool) -> list[list[Piece]]:
+    """Return the pieces of each forward pass: all of them in one, or each in one of its own."""
+    return [pieces] if pieces and together else [[piece] for piece in pieces]
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """Properties of an engine that all its requests share."""

@@ -27,7 +27,7 @@ from engine.batching.masks_ahead import MasksAhead
 from engine.batching.onnx_runner import OnnxRunner
 from engine.batching.paged_runner import PagedRunner
 from engine.batching.request import Request
-from engine.batching.request_state import Piece, RequestState
+from engine.batching.request_state import Piece, RequestState, passes
 from engine.decoder.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.errors import OptionError
@@ -326,8 +326,7 @@ class Scheduler:
         with self._masks.computed([*step.decoding, *ends]):
             if step.decoding:
                 results.append((step.decoding, self.runner.decode(step.decoding)))
-            together = self.runner.reads_together and step.reading
-            for pieces in [step.reading] if together else [[piece] for piece in step.reading]:
+            for pieces in passes(step.reading, self.runner.reads_together):
                 if (logits_BV := self._read(pieces)) is not None:
                     results.append(([state for state, _ in pieces if not state.unread], logits_BV))
         return results

@@ -461,12 +461,14 @@ def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_
     positions_BL = cache.positions_BL.to(x_BLD.device)
     cosine, sine = rotary(positions_BL, x_BLD.dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
-    made = dict[tuple[int, int], Masks]()
-    for past, new in [] if cache.is_step else zip(cache.past, cache.new, strict=True):
-        if (past, new) not in made:
-            totals = {window: past + new - first_seen(past, window) for window in windows}
-            made[past, new] = {each: attention_mask(None, new, total, each, x_BLD.device) for each, total in totals.items()}
-    each = [] if cache.is_step else [made[own] for own in zip(cache.past, cache.new, strict=True)]
+
+    def masks(past: int, new: int) -> Masks:
+        totals = {window: past + new - first_seen(past, window) for window in windows}
+        return {window: attention_mask(None, new, total, window, x_BLD.device) for window, total in totals.items()}
+
+    pieces = [] if cache.is_step else list(zip(cache.past, cache.new, strict=True))
+    made = {piece: masks(*piece) for piece in set(pieces)}
+    each = [made[piece] for piece in pieces]
     temperature = _temperatures(config, positions_BL, x_BLD.dtype)
     of_kinds = rotary.of_kinds(positions_BL, x_BLD.dtype)
     return Positions(cosine, sine, False, dict.fromkeys(windows), temperature=temperature, of_kinds=of_kinds, each=each)

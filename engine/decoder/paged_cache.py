@@ -167,8 +167,8 @@ class PagedBatch:
     @property
     def lengths_BL(self) -> Tensor:
         """Length of the text that each position belongs to."""
-        least = [torch.full((1, count), length) for count, length in zip(self.new, self._read_as, strict=True)]
-        return (self.positions_BL + 1).maximum(self.joined(least, 1))
+        least = [length for count, length in zip(self.new, self._read_as, strict=True) for _ in range(count)]
+        return (self.positions_BL + 1).maximum(torch.tensor(least).view_as(self.positions_BL))
 
     @property
     def dtype(self) -> torch.dtype:

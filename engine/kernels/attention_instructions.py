@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from engine.kernels.compiler.arithmetic import FIRST, HIGHEST, LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, SERIES
 from engine.kernels.compiler.instructions import (
     AHEAD,
     FLOAT,
@@ -62,15 +63,15 @@ def _halved(builder: Any, vector: Any, join: Any) -> Any:
 def exponential(builder: Any, x: Any, size: int) -> Any:
     """Return e^x of each value, as `arithmetic.exp` computes it; NaN stays NaN."""
     kind, integers = many(FLOAT, size), many(INT, size)
-    low, high = _all(-87.0, size), _all(88.0, size)
+    low, high = _all(LOWEST, size), _all(HIGHEST, size)
     x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
     x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
     name = "llvm.floor.f32" if size == 1 else f"llvm.floor.v{size}f32"
     floor = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(kind, [kind]))
-    n = builder.call(floor, [add_product(builder, _all(0.5, size), x, _all(1.4426950408889634, size))])
-    r = add_product(builder, add_product(builder, x, n, _all(-0.693359375, size)), n, _all(2.12194440e-4, size))
-    series = _all(1.0 / 720.0, size)
-    for coefficient in (1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0):
+    n = builder.call(floor, [add_product(builder, _all(0.5, size), x, _all(LOG2_E, size))])
+    r = add_product(builder, add_product(builder, x, n, _all(-LN2_HIGH, size)), n, _all(-LN2_LOW, size))
+    series = _all(FIRST, size)
+    for coefficient in SERIES:
         series = add_product(builder, _all(coefficient, size), series, r)
 
     def integer(value: int) -> Any:
@@ -169,13 +170,14 @@ def scores_tile(keys: int, queries: int) -> Any:
     return intrinsic(tile)
 
 
-def weigh(rows: int, size: int) -> Any:
+def _weigher(rows: int, weight_bytes: int, parts: int, lanes: int, vectors: int, taking: Any) -> Any:
     """Return a function of (address of P bfloat16 vectors, values from one vector to the next, P, address of R rows of P
-    float32 weights, values from one row to the next, address of the results, stride).
+    weights, values from one row to the next, address of the results, stride).
 
-    The function adds Σ_p weight_rp · vector_p, of `size` values, to the float32 results of row r at `r · stride`.
+    The function adds Σ_p weight_rp · vector_p, of `parts · lanes` values, to the float32 results of row r at `r · stride`,
+    so many vectors at a time. taking: returns the body of that loop, whose sums are those of each part by row.
     """
-    kind = many(FLOAT, size)
+    kind = many(FLOAT, lanes)
 
     def weigh(
         context: Any, x_PE: Any, step: Any, count: Any, weights_RP: Any, weight_stride: Any, results: Any, stride: Any
@@ -184,65 +186,57 @@ def weigh(rows: int, size: int) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x_address, step, count, weight_address, weight_stride, result_address, stride = arguments
-        weight_rows = [at(builder, weight_address, builder.mul(weight_stride, INDEX(r)), 4) for r in range(rows)]
-        places = [at(builder, result_address, builder.mul(stride, INDEX(r)), 4) for r in range(rows)]
+        weight_rows = [at(builder, weight_address, builder.mul(weight_stride, INDEX(r)), weight_bytes) for r in range(rows)]
+        places = [
+            at(builder, result_address, builder.add(builder.mul(stride, INDEX(r)), INDEX(lanes * part)), 4)
+            for part in range(parts)
+            for r in range(rows)
+        ]
+        body = taking(builder, x_address, step, weight_rows)
+        sums = loop(builder, INDEX(0), count, vectors, [load(builder, place, kind) for place in places], body)
+        for place, total in zip(places, sums, strict=True):
+            builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
+        return context.get_dummy_value()
 
+    return intrinsic(weigh)
+
+
+def weigh(rows: int, size: int) -> Any:
+    """Return a weigher of `size` values with float32 weights, one vector at a time."""
+
+    def taking(builder: Any, x_address: Any, step: Any, weight_rows: list[Any]) -> Any:
         def add(index: Any, sums: list[Any]) -> list[Any]:
             x = widened(builder, at(builder, x_address, builder.mul(index, step), 2), size)
             weights = [repeated(builder, load(builder, at(builder, row, index, 4), FLOAT), size) for row in weight_rows]
             return [add_product(builder, total, weight, x) for total, weight in zip(sums, weights, strict=True)]
 
-        sums = loop(builder, INDEX(0), count, 1, [load(builder, place, kind) for place in places], add)
-        for place, total in zip(places, sums, strict=True):
-            builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
-        return context.get_dummy_value()
+        return add
 
-    return intrinsic(weigh)
+    return _weigher(rows, 4, 1, size, 1, taking)
 
 
 def weigh_pairs(rows: int, parts: int) -> Any:
-    """Return a function like `weigh`'s for 32 · `parts` values and an even number of vectors, whose weights are bfloat16."""
+    """Return a weigher of 32 · `parts` values with bfloat16 weights, two vectors at a time: their number is even."""
     shorts = ir.VectorType(SHORT, _WIDE)
     halves = [[lane // 2 + half + (_WIDE if lane % 2 else 0) for lane in range(_WIDE)] for half in (0, LANES)]
     places_of_pairs = [ir.Constant(ir.VectorType(INT, _WIDE), own) for own in halves]
 
-    def weigh(
-        context: Any, x_PE: Any, step: Any, count: Any, weights_RP: Any, weight_stride: Any, results: Any, stride: Any
-    ) -> Any:
-        return types.void(*[types.int64] * 7), generate
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x_address, step, count, weight_address, weight_stride, result_address, stride = arguments
-        weight_rows = [at(builder, weight_address, builder.mul(weight_stride, INDEX(r)), 2) for r in range(rows)]
-        kind = many(FLOAT, LANES)
-        places = [
-            at(builder, result_address, builder.add(builder.mul(stride, INDEX(r)), INDEX(LANES * part)), 4)
-            for part in range(2 * parts)
-            for r in range(rows)
-        ]
-
+    def taking(builder: Any, x_address: Any, step: Any, weight_rows: list[Any]) -> Any:
         def add(index: Any, sums: list[Any]) -> list[Any]:
             first = at(builder, x_address, builder.mul(index, step), 2)
             second = at(builder, first, step, 2)
-            weights = []
-            for row in weight_rows:
-                pair = load(builder, at(builder, row, index, 2), INT)
-                one = builder.insert_element(ir.Constant(INTS, ir.Undefined), pair, INT(0))
-                weights.append(builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES)))
+            weights = [repeated(builder, load(builder, at(builder, row, index, 2), INT), LANES) for row in weight_rows]
             made: list[Any] = []
             for part in range(parts):
-                place = INDEX(_WIDE * part)
-                own = [load(builder, at(builder, vector, place, 2), shorts) for vector in (first, second)]
-                for vector in (first, second):
-                    fetch(builder, builder.add(at(builder, vector, place, 2), INDEX(AHEAD[16])))
+                places = [at(builder, vector, INDEX(_WIDE * part), 2) for vector in (first, second)]
+                own = [load(builder, place, shorts) for place in places]
+                for place in places:
+                    fetch(builder, builder.add(place, INDEX(AHEAD[16])))
                 for mixed in places_of_pairs:
                     pairs = builder.bitcast(builder.shuffle_vector(*own, mixed), INTS)
                     made += [add_pairs(builder, sums[len(made) + r], pairs, weights[r]) for r in range(rows)]
             return made
 
-        sums = loop(builder, INDEX(0), count, 2, [load(builder, place, kind) for place in places], add)
-        for place, total in zip(places, sums, strict=True):
-            builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
-        return context.get_dummy_value()
+        return add
 
-    return intrinsic(weigh)
+    return _weigher(rows, 2, 2 * parts, LANES, 2, taking)

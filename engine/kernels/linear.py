@@ -123,8 +123,8 @@ def linear_by_blocks(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = No
 
 def takes_padded(kernels: Any, weight: Weight) -> bool:
     """Return whether the kernels for many rows multiply this matrix once rows of zeros are added to it."""
-    if not isinstance(weight, Tensor) or weight.shape[0] >= PADDED_OUTPUTS or not is_served(weight):
-        return False
+    if not isinstance(weight, Tensor) or weight.shape[0] >= PADDED_OUTPUTS or _plain_form(kernels, weight) is None:
+        return False  # a matrix that is trained has no form, padded or not
     return bool(kernels.multiplies_many(kernels.MULTIPLE_OF_OUTPUTS, weight.shape[1]))
 
 

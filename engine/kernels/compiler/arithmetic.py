@@ -52,14 +52,22 @@ def narrow_pair(low: Any, high: Any) -> Any:
     return np.uint32(narrow(low)) | np.uint32(narrow(high)) << np.uint32(16)
 
 
+LOWEST, HIGHEST, LOG2_E = -87.0, 88.0, 1.4426950408889634
+"""The exponents between which e^x is computed, and 1 / ln(2)."""
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+"""Two parts of ln(2); the first ends after 9 digits of two, so that its multiples are exact."""
+FIRST, SERIES = 1.0 / 720.0, (1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0)
+"""Coefficients of the series of e^r, from the highest power on."""
+
+
 @inline
 def exp(x: Any) -> Any:
     """Return e^x in float32, accurate to 2 units in the last place, as 2^n · e^r with |r| ≤ ln(2) / 2."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
-    series = np.float32(1.0 / 720.0)
-    for coefficient in (1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0):
+    x = min(max(x, np.float32(LOWEST)), np.float32(HIGHEST))
+    n = np.floor(x * np.float32(LOG2_E) + np.float32(0.5))
+    r = (x - n * np.float32(LN2_HIGH)) - n * np.float32(LN2_LOW)
+    series = np.float32(FIRST)
+    for coefficient in SERIES:
         series = series * r + np.float32(coefficient)
     return series * as_float(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
 

@@ -145,7 +145,7 @@ def repeated(builder: Any, value: Any, size: int) -> Any:
     """Return a vector that repeats one value."""
     if size == 1:
         return value
-    one = builder.insert_element(ir.Constant(many(FLOAT, size), ir.Undefined), value, INT(0))
+    one = builder.insert_element(ir.Constant(many(value.type, size), ir.Undefined), value, INT(0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT, size), [0] * size))
 
 

@@ -19,7 +19,7 @@ from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.kernels.kernel_choice import DECODING, PROMPT, TORCH
-from engine.kernels.linear import linear_by_blocks
+from engine.kernels.linear import linear, linear_by_blocks
 
 WITH_STATES = ("minimax", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "lfm2_moe", "nemotron_h")
 """Families of which one pass reads one text: their layers have states."""
@@ -117,3 +117,12 @@ def test_rows_of_products_by_blocks_do_not_depend_on_their_number(outputs: int, 
             assert torch.equal(
                 linear_by_blocks(x_TI[first : first + count], weight_OI, bias_O), whole[first : first + count]
             )
+
+
+@needs_numba
+def test_a_matrix_that_is_trained_is_not_padded() -> None:
+    x_TI, weight_OI = torch.randn(5, 32).bfloat16(), torch.randn(6, 32).bfloat16().requires_grad_()
+    y_TO = linear(x_TI, weight_OI, choice=PROMPT)
+    assert torch.equal(y_TO, torch.nn.functional.linear(x_TI, weight_OI))
+    y_TO.sum().backward()
+    assert weight_OI.grad is not None
