@@ -175,7 +175,6 @@ class RequestState:
         adjusted_V = penalised(logits_V, choosing.counts, options, self._penalised)
         if allowed_V is None and options.temperature == 0 and adjusted_V is logits_V:
             return greedy
-        allowed_V = None if allowed_V is None else allowed_V.to(logits_V.device)
         return sample_at(adjusted_V, options, choosing.generated, allowed_V)
 
     def _allowed(self, vocabulary: int, generated: int) -> Tensor | None:

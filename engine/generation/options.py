@@ -160,6 +160,11 @@ class SamplingOptions:
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
         return bool(self.logit_bias) or any(penalties)
 
+    @property
+    def closes_tokens(self) -> bool:
+        """Whether any token that may follow is left out for its small probability."""
+        return self.top_p < 1 or any((self.top_k, self.min_p, self.top_n_sigma))
+
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a random generator in the initial state of this seed."""
         import torch

@@ -1,6 +1,6 @@
 """Sampling: the logits of one step to the next token of each sequence.
 
-Shape suffixes: B batch, V vocabulary, K largest scores of a row.
+Shape suffixes: B batch, V vocabulary, K largest scores of a row, C tokens that may follow.
 """
 
 from __future__ import annotations
@@ -54,13 +54,23 @@ def drawn(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
 def sample_at(logits_V: Tensor, options: SamplingOptions, place: int, allowed_V: Tensor | None = None) -> int:
     """Return the next token of one text, drawn from `probabilities` by the numbers of the options' seed and this place.
 
-    place: number of tokens that were generated before. allowed_V: as in `probabilities`. Raises CheckpointError if a logit
-    is NaN or infinite.
+    place: number of tokens that were generated before. allowed_V: as in `probabilities`, on the CPU. Raises CheckpointError
+    if the largest logit of the tokens that may follow is NaN or infinite, as it is if any is NaN.
     """
-    allowed_BV = None if allowed_V is None else allowed_V[None]
+    scores_C, ids_C = logits_V.float().cpu().numpy(), None
+    if allowed_V is not None:  # a grammar often leaves a few tokens, and the others then cost nothing
+        ids_C = np.flatnonzero(allowed_V.numpy())
+        scores_C = scores_C[ids_C]
+    best = int(scores_C.argmax())
+    if not math.isfinite(scores_C[best]):
+        raise CheckpointError(NOT_FINITE)
     if options.temperature < LEAST_TEMPERATURE:
-        return int(largest(_only(_finite(logits_V[None]), allowed_BV)))
-    return race(probabilities(logits_V[None], options, allowed_BV)[0].cpu().numpy(), options.seed, place)
+        return best if ids_C is None else int(ids_C[best])
+    if options.closes_tokens:
+        weights_C = probabilities(torch.from_numpy(scores_C)[None], options)[0].numpy()
+    else:
+        weights_C = np.exp((scores_C - scores_C[best]) / np.float32(options.temperature))
+    return race(weights_C, options.seed, place, ids_C)
 
 
 def largest(logits_BV: Tensor) -> Tensor:

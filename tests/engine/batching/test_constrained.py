@@ -266,8 +266,9 @@ def test_masks_do_not_wait_for_a_busy_thread() -> None:
 
 
 def test_masks_that_take_no_time_do_not_wake_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two masks of a step take 0.1 ms each: no thread. After steps of 1 ms each, their mean exceeds the limit."""
-    ahead, clock, seconds = MasksAhead(), 0.0, 1e-4
+    """The masks of a step take a third of the limit: no thread. After steps of seven times it, their mean is above it."""
+    limit = masks_ahead.THREAD_SECONDS
+    ahead, clock, seconds = MasksAhead(), 0.0, limit / 3
 
     def thread_time() -> float:
         nonlocal clock
@@ -281,7 +282,7 @@ def test_masks_that_take_no_time_do_not_wake_a_thread(monkeypatch: pytest.Monkey
         with ahead.computed(states):
             assert all(each.computed.wait(60) for each in states)
         threads.append({each.thread for each in states})
-        seconds = 1e-4 if step < 3 else 2e-3
+        seconds = limit / 3 if step < 3 else 7 * limit
     own = threading.current_thread().name
     assert threads[:4] == [{own}] * 4 and threads[-1] == {"masks_0"}
 

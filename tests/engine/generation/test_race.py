@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+import engine.generation.race
 from engine.generation.options import SamplingOptions
-from engine.generation.race import LIKELY, race, uniform
+from engine.generation.race import FEW, LIKELY, race, uniform, uniform_of
 from engine.generation.sampling import probabilities, sample_at
 
 DRAWS = 20_000
@@ -45,10 +46,37 @@ def test_numbers_are_those_of_splitmix64() -> None:
     assert uniform(0, np.arange(1, 4)).tolist() == expected
 
 
+def test_one_number_is_that_of_an_array() -> None:
+    for key in (0, 1, 2**63, 2**64 - 1):
+        places = np.array([-2, -1, 0, 1, 5, 151_935], np.int64)
+        assert uniform(key, places).tolist() == [uniform_of(key, place) for place in places.tolist()]
+
+
 def test_numbers_are_between_zero_and_one() -> None:
     numbers = uniform(7, np.arange(100_000))
     assert 0 < numbers.min() < 1e-4 and 1 - 1e-4 < numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.005 and len(set(numbers.tolist())) == len(numbers)
+
+
+def test_a_loop_over_few_tokens_and_arrays_over_many_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights_V = np.random.default_rng(1).exponential(size=FEW).astype(np.float32)
+    looped = [race(weights_V, 3, place) for place in range(500)]
+    monkeypatch.setattr(engine.generation.race, "FEW", 0)
+    assert looped == [race(weights_V, 3, place) for place in range(500)] and len(set(looped)) > 5
+
+
+@pytest.mark.parametrize("likely", [4, 40])
+def test_a_part_of_the_vocabulary_draws_what_the_whole_draws_without_the_others(likely: int) -> None:
+    """Numbers belong to tokens, and not to their places in the array; weights need not sum to one."""
+    generator = np.random.default_rng(2)
+    ids_C = np.sort(generator.choice(500, size=60, replace=False))
+    weights_C = np.full(60, LIKELY / 4, np.float32)
+    weights_C[:likely] = generator.uniform(0.1, 1.0, size=likely)
+    whole_V = np.zeros(500, np.float32)
+    whole_V[ids_C] = weights_C
+    drawn = [race(weights_C, 8, place, ids_C) for place in range(DRAWS)]
+    assert drawn == [race(whole_V / whole_V.sum(), 8, place) for place in range(DRAWS)]
+    assert set(drawn) & set(ids_C[likely:].tolist()), "unlikely tokens are drawn too"
 
 
 def test_seed_and_place_decide() -> None:

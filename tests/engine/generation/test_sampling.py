@@ -174,6 +174,15 @@ def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
     assert sample_at(logits[0], options, 0, allowed[0]) in ((1, 2, 3) if temperature == 1 else (2,))
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.7}])
+def test_logits_of_tokens_that_may_not_follow_are_not_read(options: dict[str, Any]) -> None:
+    logits, allowed = torch.tensor([torch.nan, 1.0, 3.0, torch.inf]), torch.tensor([False, True, True, False])
+    assert sample_at(logits, SamplingOptions(**options), 0, allowed) in (1, 2)
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(CheckpointError, match="NaN or infinite"):
+            sample_at(torch.tensor([1.0, wrong, 0.0]), SamplingOptions(**options), 0)
+
+
 def test_the_repetition_penalty_by_hand() -> None:
     """Token 0 is of the prompt and token 3 was generated: 4 / 2 = 2, and -3 · 2 = -6. Token 1 is new, and stays."""
     logits = torch.tensor([4.0, 1.0, 0.0, -3.0])

@@ -112,7 +112,10 @@ def test_what_has_ended_is_not_cancelled(url: str, loop: ScriptedLoop) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_is_given_up_when_its_time_is_over(url: str, loop: ScriptedLoop, state: State, stream: bool) -> None:
     loop.seconds, state.request_timeout = 60.0, 0.3
-    answer = post(url, ASKED | {"stream": stream})
+    for _ in range(20):  # a busy machine may need all the time for reading the body
+        answer = post(url, ASKED | {"stream": stream})
+        if loop.requests:
+            break
     if stream:
         *_, event, done = events(answer)
         assert json.loads(event)["error"]["code"] == "timeout" and done == "[DONE]"
