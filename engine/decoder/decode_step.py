@@ -27,6 +27,7 @@ from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, Skipping, TopK
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
+from engine.kernels.expert_places import DISTANCES
 from engine.kernels.linear import addresses, as_bfloat16, expert_form, kernel_form
 from engine.kernels.stored.quantized_weight import Weight
 
@@ -79,6 +80,7 @@ class DecodeStep:
         kinds = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
         seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
         before = self._before_experts(kernels, hidden)
+        used = None if before is None else before.begin(len(self._layers), tokens, self._slots)
         assert self._tables is not None
         kernels.decode(
             x_BLD.data_ptr(),
@@ -91,10 +93,10 @@ class DecodeStep:
             (tokens, hidden),
             self._thresholds(tokens),
             seen,
-            None if before is None else before.function,
+            None if before is None else (before.function, used),
         )
         if before is not None:
-            before.check()
+            before.end(used)
         if seen is not None:
             self._tell(*seen)
         return x_BLD
@@ -115,6 +117,7 @@ class DecodeStep:
             self._first, self._routings = first, []
             self._is_served = self.serves(kernels)
             self._tables = _tables(kernels, self._layers) if self._is_served else None
+            self._before = None
         if self._tables is None or any(block.is_observed for block in self._blocks):
             return False
         if len(routings) != len(self._routings) or any(a is not b for a, b in zip(routings, self._routings, strict=True)):
@@ -147,7 +150,8 @@ class DecodeStep:
         if all(block.residency is None for block in self._blocks):
             return None
         if self._before is None:
-            self._before = _BeforeExperts(kernels, dict(self._moe_layers()), hidden)
+            assert self._tables is not None
+            self._before = _BeforeExperts(kernels, self._tables.layers, dict(self._moe_layers()), hidden)
         return self._before
 
     def _thresholds(self, tokens: int) -> Any:
@@ -160,10 +164,14 @@ class DecodeStep:
 
     def _seen(self, tokens: int, hidden: int) -> tuple[Any, Any, Any, Any]:
         """Allocate arrays for observers: chosen experts and weights, and the experts' inputs and logits."""
-        layers, experts = len(self._layers), max(len(block.experts) for block in self._blocks)
-        slots = max(_rule(routing).experts_per_token for routing in self._routings)
+        layers, experts, slots = len(self._layers), max(len(block.experts) for block in self._blocks), self._slots
         inputs, logits = (np.empty((layers, tokens, width), np.uint16) for width in (hidden, experts))
         return np.empty((layers, tokens, slots), np.int64), np.empty((layers, tokens, slots), np.float32), inputs, logits
+
+    @property
+    def _slots(self) -> int:
+        """The most experts that a layer chooses for a token."""
+        return max(int(_rule(routing).experts_per_token) for routing in self._routings)
 
     def _tell(self, chosen: Any, weights: Any, inputs: Any, logits: Any) -> None:
         for layer, block in self._moe_layers():
@@ -175,28 +183,49 @@ class DecodeStep:
 
 
 class _BeforeExperts:
-    """Asks the blocks to bring their experts into memory, from within the compiled step."""
+    """Asks the blocks to bring their experts into memory, from within the compiled step, and tells them what it used."""
 
-    def __init__(self, kernels: Any, blocks: dict[int, MoeBlock], hidden: int) -> None:
-        self._blocks, self._hidden = blocks, hidden
-        self.function = kernels.BEFORE_EXPERTS(self._require)
+    def __init__(self, kernels: Any, table: Any, blocks: dict[int, MoeBlock], hidden: int) -> None:
+        """table: records of all layers, which are completed. blocks: those with experts, by layer."""
+        self._hidden = hidden
+        self._residencies = {layer: block.residency for layer, block in blocks.items() if block.residency is not None}
+        self._slots = 0
+        self._asked: set[int] = set()
         self._error: BaseException | None = None
+        self.function = kernels.BEFORE_EXPERTS(self._require)
+        for layer, residency in self._residencies.items():
+            arrays = {"places": residency.places_N, "awaits": residency.awaits_1, "following": residency.following_K}
+            for name, array in arrays.items():
+                table[layer][name] = int(array.ctypes.data)
 
-    def check(self) -> None:
-        """Raise the first error of the last step: none can pass through compiled code, whose result is then worthless."""
+    def begin(self, layers: int, tokens: int, slots: int) -> Any:
+        """Begin a step. Returns the array for the experts that it uses, [layers, T, slots]."""
+        self._slots = slots
+        self._asked.clear()
+        next(iter(self._residencies.values())).begin_step()
+        return np.full((layers, tokens, slots), -1, np.int64)
+
+    def end(self, used_LTS: Any) -> None:
+        """Raise the first error of the step, whose result is then worthless: none can pass through compiled code.
+
+        Otherwise note what the layers used that have not asked.
+        """
         error, self._error = self._error, None
         if error is not None:
             raise error
+        for layer, residency in self._residencies.items():
+            if layer not in self._asked:
+                residency.note(used_LTS[layer])
 
-    def _require(self, layer: int, chosen: int, weights: int, x: int, tokens: int, slots: int) -> None:
+    def _require(self, layer: int, chosen: int, weights: int, x: int, tokens: int, slots: int, predicted: int) -> None:
         if self._error is not None:
             return
         try:
+            self._asked.add(layer)
             x_TD = as_bfloat16(_array(x, np.uint16, tokens, self._hidden))
             chosen_TS, weights_TS = _array(chosen, np.int64, tokens, slots), _array(weights, np.float32, tokens, slots)
-            residency = self._blocks[layer].residency
-            if residency is not None:
-                residency.require(x_TD, chosen_TS, weights_TS)
+            predicted_KM = _array(predicted, np.int64, DISTANCES, tokens * self._slots)
+            self._residencies[layer].require(x_TD, chosen_TS, weights_TS, predicted_KM)
         except BaseException as error:
             self._error = error
 

@@ -60,8 +60,25 @@ class Residency(Protocol):
     def __call__(self, x_TD: Tensor, selection: Selection, logits_TN: Tensor) -> Selection:
         """Bring the chosen experts into memory. Returns the selection with which the block goes on."""
 
-    def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any) -> None:
-        """As `__call__`, on arrays of NumPy, which may be changed in place."""
+    places_N: Any
+    """Where each expert is, int64, as engine/kernels/expert_places.py names it. Kernels read it in place, like the next."""
+    awaits_1: Any
+    """Whether predictions of this block's choices are worth their time, int64 [1]."""
+    following_K: Any
+    """The next layers whose choices can be predicted from this one's input, the nearest first, int64 [DISTANCES]; -1 where
+    one cannot."""
+
+    def begin_step(self) -> None:
+        """Begin a step of all layers. Called on one residency of a model."""
+
+    def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any, predicted_KM: Any) -> None:
+        """As `__call__`, on arrays of NumPy, which may be changed in place.
+
+        predicted_KM: experts that each following layer will probably choose, int64, negative for none.
+        """
+
+    def note(self, chosen_TS: Any) -> None:
+        """Note the choices of a step that found all of them in memory, and was not to ask."""
 
 
 SPARSE_MAX_TOKENS = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from engine.decoder.routing import Selection, probabilities
 from engine.errors import OptionError, UnsupportedError
 from engine.expert_cache.cache import ExpertCache
 from engine.expert_cache.places import FileMemories
+from engine.kernels.expert_places import DISTANCES
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.stored.quantized_weight import Weight
 from engine.passes.memory_need import MemoryDemand, batch_bytes
@@ -28,31 +29,61 @@ BY_LAYER_TOKENS = 8192
 
 
 class Residency:
-    """Asks the cache for the experts of one MoE block, and predicts those of the next one."""
+    """Asks the cache for the experts of one MoE block, and predicts those of the next ones."""
 
-    def __init__(self, cache: ExpertCache, layer: int, block: MoeBlock, following: tuple[int, MoeBlock] | None) -> None:
-        """following: the next MoE block and its layer."""
+    def __init__(
+        self, cache: ExpertCache, layer: int, block: MoeBlock, following: Sequence[tuple[int, MoeBlock | None]]
+    ) -> None:
+        """following: the next layers with experts, the nearest first; None where no prediction can be made."""
         self._cache, self._layer, self._block, self._following = cache, layer, block, following
+        self.places_N, self.awaits_1 = cache.places[layer], cache.awaits[layer]
+        own = [-1 if each is None else number for number, each in following]
+        self.following_K = np.array([*own, *(-1,) * (DISTANCES - len(own))], np.int64)
 
     def __call__(self, x_TD: Tensor, selection: Selection, logits_TN: Tensor) -> Selection:
         """Bring the chosen experts into memory. Returns the selection with which the block goes on."""
+        if self._layer == self._cache.first:
+            self.begin_step()
+        slots = selection.experts.shape[1]
+        predicted_KM = (self._predicted(x_TD, slots, each) for each in self._following)  # after the choices are asked for
         if self._cache.miss_threshold == 0:
-            self.require(x_TD, selection.experts.numpy(), None)
+            self.require(x_TD, selection.experts.numpy(), None, predicted_KM)
             return selection
         experts, weights = selection.experts.clone(), selection.weights.float().clone()
-        self.require(x_TD, experts.numpy(), weights.numpy(), logits_TN)
+        self.require(x_TD, experts.numpy(), weights.numpy(), predicted_KM, logits_TN)
         return Selection(experts, weights.to(selection.weights.dtype))
 
-    def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any, logits_TN: Tensor | None = None) -> None:
+    def begin_step(self) -> None:
+        """Begin a step of all layers."""
+        self._cache.begin_step()
+
+    def require(
+        self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any, predicted_KM: Any, logits_TN: Tensor | None = None
+    ) -> None:
         """As `__call__`, on arrays of NumPy, which a miss threshold changes in place.
 
-        Without logits_TN they are computed again where they are needed. The block's router then has to read x_TD.
+        predicted_KM: experts that each of `following_K` will probably choose, int64, negative for none. Without logits_TN,
+        logits are computed again where they are needed. The block's router then has to read x_TD.
         """
         self._cache.require(self._layer, chosen_TS, weights_TS, lambda: self._probabilities(x_TD, logits_TN))
-        if self._following is not None and self._cache.awaits(self._following[0]):
-            layer, block = self._following
-            slots, next_TN = min(chosen_TS.shape[1], len(block.experts)), block.logits(x_TD, DECODING).float().numpy()
-            self._cache.expect(layer, sorted(set(np.argpartition(next_TN, -slots)[:, -slots:].ravel().tolist())))
+        for distance, (layer, predicted_M) in enumerate(zip(self.following_K.tolist(), predicted_KM, strict=False), 1):
+            numbers = sorted({number for number in predicted_M.tolist() if number >= 0})
+            if numbers:
+                self._cache.expect(layer, numbers, distance)
+
+    def note(self, chosen_TS: Any) -> None:
+        """Note the choices of a step that found all of them in memory, and was not to ask."""
+        self._cache.note(self._layer, chosen_TS)
+
+    def _predicted(self, x_TD: Tensor, slots: int, following: tuple[int, MoeBlock | None]) -> Any:
+        """Return the experts of a following layer with the largest logits on this layer's input; none where none are
+        awaited.
+        """
+        layer, block = following
+        if block is None or not self._cache.awaits[layer][0]:
+            return np.empty(0, np.int64)
+        slots, logits_TN = min(slots, len(block.experts)), block.logits(x_TD, DECODING).float().numpy()
+        return np.argpartition(logits_TN, -slots)[:, -slots:].ravel()
 
     def _probabilities(self, x_TD: Tensor, logits_TN: Tensor | None) -> Any:
         logits_TN = self._block.logits(x_TD, DECODING) if logits_TN is None else logits_TN
@@ -101,6 +132,7 @@ def open_limited(
     cache.miss_costs = costs
     blocks = list(zip(checkpoint.config.moe_layers, decoder.moe_blocks, strict=True))
     for place, (layer, block) in enumerate(blocks):
-        following = blocks[place + 1] if place + 1 < len(blocks) and blocks[place + 1][1].own_norms is None else None
+        later = blocks[place + 1 : place + 1 + DISTANCES]
+        following = [(number, each if each.own_norms is None else None) for number, each in later]
         block.residency = Residency(cache, layer, block, following)
     return decoder, cache

@@ -4,9 +4,9 @@ Everything that every token reads stays in memory. Before a layer's experts run,
 has chosen are in memory; a policy (policies.py) says which others leave for them. The kernels and torch read the weights at
 addresses that never change (file_memory.py), so the results are those of a model that is in memory as a whole, to the bit.
 
-While a layer computes, the experts that the next one will probably choose are read ahead: the next router is applied to
-this layer's input, which differs little from its own (Eliseev and Mazur, "Fast inference of Mixture-of-Experts language
-models with offloading", 2023, section 3.2).
+While a layer computes, the experts that the next ones will probably choose are read ahead: their routers are applied to this
+layer's input, which differs little from their own (Eliseev and Mazur, "Fast inference of Mixture-of-Experts language models
+with offloading", 2023, section 3.2). A read often takes longer than a layer, so it has to begin some layers before.
 
 With a miss threshold τ > 0, an expert that is not in memory gives its place to the best one that is, where less than τ of
 the token's weights is lost by that (missing.py). The result then depends on what was in memory.
@@ -21,6 +21,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from engine.checkpoint.miss_costs import MissCost, cost_of
 from engine.errors import OptionError
 from engine.expert_cache.figures import LayerFigures
@@ -29,6 +31,7 @@ from engine.expert_cache.missing import Changed, numbers_of, replace_absent
 from engine.expert_cache.places import FileMemories, bytes_of, largest_layer_bytes
 from engine.expert_cache.policies import DEFAULT, POLICIES, Key
 from engine.expert_cache.readers import AHEAD, NOW, Loading, Readers
+from engine.kernels.expert_places import ABSENT, COMING, DISTANCES, PRESENT
 from engine.passes.memory_budget import resident_memory_bytes
 
 HEADROOM_BYTES = 48 << 20
@@ -78,15 +81,19 @@ class ExpertCache:
         """Experts that were read ahead, by layer, until the layer is reached."""
         self._wanted: dict[Key, None] = {}
         """Experts that the running layer uses; they stay until the next one runs."""
-        self._predicted: dict[int, list[Key]] = {}
-        """Predicted experts that were not in memory, by layer, whether or not they were read."""
-        self._precision: dict[int, float] = {}
+        self._predicted: dict[tuple[int, int], list[Key]] = {}
+        """Predicted experts that were not in memory, by layer and distance, whether or not they were read."""
+        self._precision: dict[tuple[int, int], float] = {}
         self._misses: dict[int, float] = {}
-        self._first = min(layer for layer, _ in self._places)
+        self.first = min(layer for layer, _ in self._places)
         self._numbers: dict[int, list[int]] = {}
         """The experts of each layer."""
         for layer, number in self._places:
             self._numbers.setdefault(layer, []).append(number)
+        self.places: dict[int, Any] = {layer: np.zeros(max(own) + 1, np.int64) for layer, own in self._numbers.items()}
+        """Where the experts of each layer are, int64 [N], for kernels."""
+        self.awaits: dict[int, Any] = {layer: np.array([int(reads_ahead)], np.int64) for layer in self._numbers}
+        """Whether a prediction of the experts that a layer will use next is worth its time, int64 [1], for kernels."""
         self.figures: dict[int, LayerFigures] = {}
         self.count_anew()
         self.held_bytes = 0
@@ -152,6 +159,13 @@ class ExpertCache:
         self._check()
         self._shrink()
 
+    def begin_step(self) -> None:
+        """Begin a step of all layers: note which experts have arrived, and what everything else in memory takes."""
+        self._settle()
+        if not self._loading:  # pages of an expert on its way are not all there yet
+            self._other = max(self._other, self._measured() - self.held_bytes)
+            self._shrink()
+
     def require(self, layer: int, chosen_TS: Any, weights_TS: Any, probabilities: Callable[[], Any] | None = None) -> None:
         """Bring the chosen experts into memory.
 
@@ -159,22 +173,15 @@ class ExpertCache:
         router's, float32 [T, N], and chosen_TS and weights_TS are changed in place; nothing else reads these two. Raises
         CheckpointError for a disk that fails, and OptionError if the experts do not fit.
         """
-        if layer == self._first:
-            self._measure()
         self._settle()
         figures = self.figures[layer]
         if self.miss_threshold > 0:
             changed = self._replace_absent(layer, chosen_TS, weights_TS, probabilities)
             figures.replaced, figures.left_out = figures.replaced + changed.replaced, figures.left_out + changed.left_out
         self._wanted = wanted = {(layer, number): None for number in numbers_of(chosen_TS)}
-        self._policy.visit(layer)
-        for key in wanted:
-            self._policy.use(key)
-        self._judge(layer, wanted)
         missing = [key for key in wanted if key not in self._resident]
-        self._misses[layer] = _MEMORY * self._misses.get(layer, 1.0) + (1 - _MEMORY) * len(missing)
         late = [key for key in missing if key in self._loading]
-        figures.uses, figures.hits = figures.uses + len(wanted), figures.hits + len(wanted) - len(missing)
+        self._account(layer, wanted, len(missing))
         figures.late, figures.read = figures.late + len(late), figures.read + len(missing) - len(late)
         if not missing:
             return
@@ -182,7 +189,7 @@ class ExpertCache:
         for key in late:
             self._readers.hurry(self._loading[key])
         for key in missing:
-            if key not in self._loading and not self._begin(key, NOW, wanted):
+            if key not in self._loading and not self._begin(key, NOW, self._expected(wanted), wanted):
                 raise OptionError(
                     f"memory-limit is {self.limit / 1e9:.2f}GB, {max(0, self.capacity) / 1e9:.2f} of it are left for "
                     f"experts, and layer {layer} uses {len(wanted)} at once; give a higher limit, or read shorter prompts"
@@ -191,20 +198,23 @@ class ExpertCache:
         self._settle()
         figures.waited_seconds += time.perf_counter() - started
 
-    def awaits(self, layer: int) -> bool:
-        """Whether a prediction of the experts that a layer will use next is worth its time."""
-        return self.reads_ahead and self._misses.get(layer, 1.0) >= LEAST_MISSES
+    def note(self, layer: int, chosen_TS: Any) -> None:
+        """Note the choices of a step that found all of them in memory."""
+        self._account(layer, {(layer, number): None for number in numbers_of(chosen_TS)}, 0)
 
-    def expect(self, layer: int, numbers: Iterable[int]) -> None:
-        """Read experts ahead that a layer will probably use next, where such predictions have been good enough."""
+    def expect(self, layer: int, numbers: Iterable[int], distance: int = 1) -> None:
+        """Read experts ahead that a layer will probably use next, where such predictions have been good enough.
+
+        distance: how many layers with experts before it the prediction was made.
+        """
         missing = [key for number in numbers if (key := (layer, number)) not in self._resident and key not in self._loading]
-        self._predicted[layer] = missing
-        if not self.reads_ahead or self._precision.get(layer, 1.0) < LEAST_PRECISION:
+        self._predicted[layer, distance] = missing
+        if not self.reads_ahead or self._precision.get((layer, distance), 1.0) < LEAST_PRECISION:
             return
         own = self._ahead.setdefault(layer, set())
         for key in missing:
             own.add(key)
-            if not self._begin(key, AHEAD, _Either(self._wanted, own, self._loading)):
+            if not self._begin(key, AHEAD, self._expected(self._wanted)):
                 own.discard(key)
                 break
             self.figures[layer].read_ahead += 1
@@ -228,20 +238,34 @@ class ExpertCache:
         resident = [number for number in self._numbers[layer] if (layer, number) in self._resident]
         return replace_absent(chosen_TS, weights_TS, probabilities(), resident, absent, self.miss_threshold)
 
-    def _judge(self, layer: int, wanted: Container[Key]) -> None:
-        """Compare what was predicted and read ahead with what the layer uses."""
-        predicted = self._predicted.pop(layer, [])
-        if predicted:
-            share = sum(key in wanted for key in predicted) / len(predicted)
-            self._precision[layer] = _MEMORY * self._precision.get(layer, 1.0) + (1 - _MEMORY) * share
-        self.figures[layer].wasted += sum(key not in wanted for key in self._ahead.pop(layer, ()))
+    def _account(self, layer: int, wanted: dict[Key, None], missing: int) -> None:
+        """Count a layer's uses, of which so many were not in memory, and judge what was predicted for it."""
+        self._policy.visit(layer)
+        for key in wanted:
+            self._policy.use(key)
+        figures = self.figures[layer]
+        figures.uses, figures.hits = figures.uses + len(wanted), figures.hits + len(wanted) - missing
+        self._misses[layer] = _MEMORY * self._misses.get(layer, 1.0) + (1 - _MEMORY) * missing
+        self.awaits[layer][0] = self.reads_ahead and self._misses[layer] >= LEAST_MISSES
+        for distance in range(1, 1 + DISTANCES):
+            if predicted := self._predicted.pop((layer, distance), []):
+                share, before = sum(key in wanted for key in predicted) / len(predicted), (layer, distance)
+                self._precision[before] = _MEMORY * self._precision.get(before, 1.0) + (1 - _MEMORY) * share
+        figures.wasted += sum(key not in wanted for key in self._ahead.pop(layer, ()))
 
-    def _begin(self, key: Key, urgency: int, pinned: Container[Key]) -> bool:
-        """Make room and begin to read an expert. Returns False if nothing may leave for it."""
+    def _expected(self, wanted: Container[Key]) -> Container[Key]:
+        """Return the experts that should not leave: those that are wanted, on their way, or were read for a later layer."""
+        return _Either(wanted, *self._ahead.values(), self._loading)
+
+    def _begin(self, key: Key, urgency: int, *pinned: Container[Key]) -> bool:
+        """Make room and begin to read an expert. Returns False if nothing may leave for it.
+
+        pinned: the experts that stay; where nothing else can leave, those of the next container.
+        """
         parts, size = self._places[key], self.expert_sizes[key]
         takes_pages = self._moves_pages
         while self.held_bytes + size > self.capacity:
-            leaving = self._policy.victim(pinned)
+            leaving = next((found for own in pinned if (found := self._policy.victim(own)) is not None), None)
             if leaving is None:
                 return False
             for own, given in zip(parts, self._places[leaving], strict=False) if takes_pages else ():
@@ -251,6 +275,7 @@ class ExpertCache:
         self.held_bytes += sum(memory.hold(extent) for memory, extent in parts)
         self.figures[key[0]].read_bytes += size
         self._loading[key] = Loading(parts)
+        self.places[key[0]][key[1]] = COMING
         self._readers.start(self._loading[key], urgency)
         return True
 
@@ -258,6 +283,7 @@ class ExpertCache:
         if key in self._resident:
             self._policy.remove(key)
             self._resident.remove(key)
+        self.places[key[0]][key[1]] = ABSENT
         self.held_bytes -= sum(memory.drop(extent) for memory, extent in self._places[key])
 
     def _settle(self) -> None:
@@ -271,13 +297,7 @@ class ExpertCache:
             else:
                 self._resident.add(key)
                 self._policy.add(key)
-
-    def _measure(self) -> None:
-        """Note how much everything else takes. Pages of an expert on its way are not all there yet."""
-        self._settle()
-        if not self._loading:
-            self._other = max(self._other, self._measured() - self.held_bytes)
-            self._shrink()
+                self.places[key[0]][key[1]] = PRESENT
 
     def _shrink(self) -> None:
         while self.held_bytes > self.capacity and (leaving := self._policy.victim(self._loading)) is not None:

@@ -7,6 +7,8 @@ experts of one step are needed together, so none of them is evicted for another:
 `Worth` is the default. It estimates how likely each expert is to be used the next time its layer runs. `Recency` and
 `Frequency` are the usual LRU and LFU. `Hindsight` knows the future of a recorded trace, and is the bound that the others are
 compared with (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
+
+Shape suffixes: L layers, N experts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 Key = tuple[int, int]
 """(decoder layer, expert)."""
@@ -25,6 +29,8 @@ Step = tuple[int, Sequence[int]]
 Trace = Sequence[Step]
 """Steps in the order in which they ran: all layers of one token, then those of the next."""
 NOTHING: Container[Key] = frozenset()
+EQUAL = 1e-9
+"""Difference up to which two estimates may be equal."""
 
 
 class Policy(Protocol):
@@ -141,19 +147,6 @@ class Frequency:
         return self._ranking.first(pinned)[0]
 
 
-class _LayerWorth:
-    """The experts of one layer. Time is counted in steps of this layer."""
-
-    def __init__(self) -> None:
-        self.clock = 0
-        self.turn = 0  # number of the last step among those of all layers
-        self.weight: dict[Key, float] = {}  # log2 of Σ 2^(t/half-life) over the steps t that used an expert
-        self.last: set[Key] = set()  # used by the last step
-        self.others = _Ranking()  # in memory, and not used by the last step
-        self.resident: set[Key] = set()
-        self.least: tuple[float, int, Key] | None = None  # the candidate for eviction, while it is known
-
-
 class Worth:
     """Evict the expert that is least likely to be used when its layer runs next.
 
@@ -163,74 +156,92 @@ class Worth:
     experts of layers whose turn comes next are not older than others. If estimates are equal in nine digits, the layer that
     has just run loses its expert, because its next turn is the furthest away.
 
-    `victim` takes O(L + log n) time, where L is the number of layers.
+    `victim` takes O(n) time, in a few operations on arrays.
     """
 
     def __init__(self, half_life: float = 32.0, recency: float = 0.3) -> None:
-        self._half_life, self._recency = half_life, recency
-        self._new = 1.0 - 2.0 ** (-1.0 / half_life)  # 1 / the sum of the weights of endlessly many steps
-        self._layers: defaultdict[int, _LayerWorth] = defaultdict(_LayerWorth)
+        self._recency, self._decay = recency, 2.0 ** (-1.0 / half_life)
+        self._rows: dict[int, int] = {}
+        """The row of each layer in the arrays."""
+        self._layers: list[int] = []
+        self._counts_LN = np.zeros((0, 0))
+        """Σ 2^(−age/half-life) over the steps of the layer that used an expert. Ages are counted in steps of the layer."""
+        self._is_last_LN, self._is_resident_LN = np.zeros((0, 0), bool), np.zeros((0, 0), bool)
+        self._weights_L = np.ones(0)
+        """Sums of these weights over all steps of each layer."""
+        self._turns: list[int] = []
+        """The number of each layer's last step among those of all layers."""
         self._turn = 0
 
     def visit(self, layer: int) -> None:
         """Begin a step of one layer: all of its experts are one step older."""
-        own = self._layers[layer]
-        for key in own.last & own.resident:
-            own.others.set(key, own.weight[key])
+        row = self._place((layer, 0))[0]
         self._turn += 1
-        own.clock, own.turn, own.last, own.least = own.clock + 1, self._turn, set(), None
+        self._turns[row] = self._turn
+        self._counts_LN[row] *= self._decay
+        self._weights_L[row] = self._weights_L[row] * self._decay + 1.0
+        self._is_last_LN[row] = False
 
     def use(self, key: Key) -> None:
         """Count a use in the layer's running step, once."""
-        own = self._layers[key[0]]
-        if key in own.last:
-            return
-        own.last.add(key)
-        own.others.ranks.pop(key, None)
-        before, now = own.weight.get(key, -math.inf), own.clock / self._half_life
-        own.weight[key] = max(before, now) + math.log2(1.0 + 2.0 ** -abs(before - now))
-        own.least = None
+        place = self._place(key)
+        if not self._is_last_LN[place]:
+            self._is_last_LN[place] = True
+            self._counts_LN[place] += 1.0
 
     def add(self, key: Key) -> None:
         """Make an expert a candidate for eviction. One that was never used has no worth."""
-        own = self._layers[key[0]]
-        own.resident.add(key)
-        if key not in own.last:
-            own.others.set(key, own.weight.get(key, -math.inf))
-        own.least = None
+        place = self._place(key)
+        self._is_resident_LN[place] = True
 
     def remove(self, key: Key) -> None:
         """Make an expert no candidate; its uses are remembered."""
-        own = self._layers[key[0]]
-        own.resident.remove(key)
-        own.others.ranks.pop(key, None)
-        own.least = None
+        place = self._place(key)
+        if not self._is_resident_LN[place]:
+            raise KeyError(key)
+        self._is_resident_LN[place] = False
 
     def victim(self, pinned: Container[Key] = NOTHING) -> Key | None:
         """Return the expert with the lowest estimate."""
-        found = [least for own in self._layers.values() if (least := self._least(own, pinned)) is not None]
-        return min(found)[2] if found else None
+        worths_LN = np.where(self._is_resident_LN, self._worths(), np.inf)
+        while worths_LN.size and (least := worths_LN.min()) < np.inf:
+            places = np.argwhere(worths_LN <= least + 2 * EQUAL).tolist()  # a few more than are equal
+            for _, _, layer, row, number in sorted(
+                (self._worth_at((row, number)), -self._turns[row], self._layers[row], row, number) for row, number in places
+            ):
+                if (layer, number) not in pinned:
+                    return layer, number
+                worths_LN[row, number] = np.inf
+        return None
 
     def worth(self, key: Key) -> float:
         """Return the estimated probability that the next step of its layer uses an expert."""
-        own = self._layers[key[0]]
-        weights = (1.0 - 2.0 ** (-own.clock / self._half_life)) / self._new  # of all steps of the layer
-        share = 2.0 ** (own.weight[key] - own.clock / self._half_life) / weights if key in own.weight else 0.0
-        return round((1.0 - self._recency) * share + self._recency * (key in own.last), 9)
+        return self._worth_at(self._place(key))
 
-    def _least(self, own: _LayerWorth, pinned: Container[Key]) -> tuple[float, int, Key] | None:
-        """Return (estimate, −turn, key) of a layer's candidate, or None.
+    def _worths(self) -> Any:
+        shares_LN = self._counts_LN / self._weights_L.clip(1.0)[:, None]  # 0 before a layer's first step
+        return (1.0 - self._recency) * shares_LN + self._recency * self._is_last_LN
 
-        It is remembered if no pinned expert is passed over.
-        """
-        if own.least is not None and own.least[2] not in pinned:
-            return own.least
-        old, passed = own.others.first(pinned)
-        recent = own.last & own.resident
-        free = [key for key in recent if key not in pinned]
-        found = min(((self.worth(key), -own.turn, key) for key in ([] if old is None else [old]) + free), default=None)
-        own.least = None if passed or len(free) < len(recent) else found
-        return found
+    def _worth_at(self, place: tuple[int, int]) -> float:
+        share = float(self._counts_LN[place]) / max(1.0, float(self._weights_L[place[0]]))
+        return round((1.0 - self._recency) * share + self._recency * bool(self._is_last_LN[place]), 9)
+
+    def _place(self, key: Key) -> tuple[int, int]:
+        """Return the place of an expert in the arrays, which grow for it."""
+        layer, number = key
+        row = self._rows.get(layer, -1)
+        if row < 0 or number >= self._counts_LN.shape[1]:
+            more = int(row < 0), max(0, number + 1 - self._counts_LN.shape[1])
+            if row < 0:
+                row = self._rows[layer] = len(self._layers)
+                self._layers.append(layer)
+                self._turns.append(0)
+                self._weights_L = np.append(self._weights_L, 0.0)
+            every = self._counts_LN, self._is_last_LN, self._is_resident_LN
+            self._counts_LN, self._is_last_LN, self._is_resident_LN = (
+                np.pad(each, ((0, more[0]), (0, more[1]))) for each in every
+            )
+        return row, number
 
 
 class Hindsight:

@@ -37,7 +37,9 @@ class Readers:
     """A few threads and one queue."""
 
     def __init__(self, threads: int = READERS) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._queued, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+        """Notified for each new piece, and for each expert that is done. Every thread that wakes takes Python's lock."""
         self._queue: list[tuple[int, int, Loading, Part]] = []
         self._number = count()
         self._is_closed = False
@@ -49,13 +51,14 @@ class Readers:
 
     def start(self, loading: Loading, urgency: int) -> None:
         """Put an expert's pieces into the queue."""
-        with self._changed:
+        with self._lock:
             loading.urgency = urgency
             self._push(loading, loading.pieces)
+            self._queued.notify(len(loading.pieces))
 
     def hurry(self, loading: Loading) -> None:
         """Let the pieces of an expert that was to be read ahead, and that wait in the queue, go first."""
-        with self._changed:
+        with self._lock:
             if loading.urgency == NOW:
                 return
             loading.urgency = NOW
@@ -67,40 +70,45 @@ class Readers:
     def wait(self, loadings: Iterable[Loading]) -> None:
         """Wait until all of them are done. Raises the error of a read that failed."""
         for loading in loadings:
-            with self._changed:
-                self._changed.wait_for(lambda own=loading: own.is_done)  # type: ignore[misc]
+            with self._lock:
+                self._done.wait_for(lambda own=loading: own.is_done)  # type: ignore[misc]
             if loading.error is not None:
                 raise loading.error
 
     def close(self) -> None:
         """End the threads once the reads that they have begun are done; those in the queue never begin."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._queue.clear()
-            self._changed.notify_all()
+            self._queued.notify_all()
         for thread in self._threads:
             thread.join()
 
     def _push(self, loading: Loading, pieces: Iterable[Part]) -> None:
         for piece in pieces:
             heappush(self._queue, (loading.urgency, next(self._number), loading, piece))
-        self._changed.notify_all()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)
-                if self._is_closed:
-                    return
-                _, _, loading, (memory, extent) = heappop(self._queue)
+        while (taken := self._next()) is not None:
+            loading, (memory, extent) = taken
             error: BaseException | None = None
             try:
                 memory.read(extent)
             except Exception as raised:  # handed to the thread that waits
                 error = raised
-            with self._changed:
+            with self._lock:
                 loading.left, loading.error = loading.left - 1, loading.error or error
-                self._changed.notify_all()
+                if loading.is_done:
+                    self._done.notify_all()
+
+    def _next(self) -> tuple[Loading, Part] | None:
+        """Wait for a piece and take it out of the queue; None once the queue is closed."""
+        with self._lock:
+            self._queued.wait_for(lambda: self._queue or self._is_closed)
+            if self._is_closed:
+                return None
+            _, _, loading, piece = heappop(self._queue)
+            return loading, piece
 
 
 def _pieces(part: Part) -> Iterable[Part]:

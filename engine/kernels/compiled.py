@@ -25,7 +25,8 @@ from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_IN
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.panels import multiplies_many
 from engine.kernels.products import PRODUCTS
-from engine.kernels.step import BEFORE_EXPERTS, HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
+from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
+from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
 from engine.kernels.stored import block_products, float_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
 from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
@@ -321,7 +322,7 @@ def decode(
     shape: tuple[int, int],
     thresholds_T: Any,
     seen: tuple[Any, Any, Any, Any] | None = None,
-    before_experts: Any = None,
+    before_experts: tuple[Any, Any] | None = None,
 ) -> None:
     """Compute all layers of a decoder for the next position of each sequence, or for the next few positions of one sequence.
 
@@ -331,7 +332,8 @@ def decode(
     `attend`. angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`, and the kind of query and key norms. scalars: ε
     of the norms, factor of the scores, and factor of each addition to the residual. shape: T and D. thresholds_T: float32,
     the thresholds of adaptive skipping. seen: arrays that receive the choices and weights [layers, T, S], the inputs
-    [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a `step.BEFORE_EXPERTS`.
+    [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a `step_experts.BEFORE_EXPERTS`, and the
+    int64 array [layers, T, U] of the choices.
     """
     (tokens, hidden), (blocks_BM, past_B, block_size, repeats) = shape, places
     heads, groups, size, group_stride, norms = sizes
@@ -361,7 +363,6 @@ def decode(
         head_norms=norms,
         threads=threads_used(),
         thresholds=_address(thresholds_T),
-        before_experts=0 if before_experts is None else cast(before_experts, c_void_p).value,
         **dict(zip(("epsilon", "scale", "residual"), scalars, strict=True)),
     )
     if seen is not None:
@@ -369,6 +370,11 @@ def decode(
         for name, array in zip(("seen_chosen", "seen_weights", "seen_inputs", "seen_logits"), seen, strict=True):
             job[name] = _address(array)
         job["seen_slots"], job["seen_experts"] = seen[0].shape[2], seen[3].shape[2]
+    if before_experts is not None:
+        require_experts.load()
+        function, used_LTS = before_experts
+        job["before_experts"], job["used"] = cast(function, c_void_p).value, _address(used_LTS)
+        job["used_slots"] = used_LTS.shape[2]
     step.decode(_address(job))
 
 

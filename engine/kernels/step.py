@@ -6,7 +6,6 @@ products, experts and attention with a record for each.
 
 from __future__ import annotations
 
-from ctypes import CFUNCTYPE, c_int64
 from typing import Any
 
 import numba
@@ -41,6 +40,9 @@ LAYER = np.dtype(
         ("alpha", np.float32),  # α of a ClampedSwiglu
         ("limit", np.float32),  # 0 for a plain SwiGLU
         ("importance", np.float32),  # 1-norm of a token above which it skips nothing; infinity if all tokens skip
+        # Only where experts may be absent (step_experts.py), integers: where each is [N], whether predictions are awaited
+        # [1], and the next layers whose choices can be predicted [DISTANCES], -1 where one cannot.
+        *((name, np.int64) for name in ("places", "awaits", "following")),
     ],
     align=True,
 )
@@ -48,7 +50,7 @@ LAYER = np.dtype(
 layer_at = record_at(LAYER)
 LAYER_BYTES = LAYER.itemsize
 _FIELDS: Any = LAYER.fields
-_QUERY, _OUTPUT, _ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "output", "router", "shared_gate"))
+_QUERY, _OUTPUT, ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "output", "router", "shared_gate"))
 """Offsets of matrices in the record of a layer."""
 CACHE = np.dtype([("keys", np.int64), ("values", np.int64)])
 """Addresses of a layer's keys and values, [G, slots, E]."""
@@ -71,7 +73,9 @@ STEP = np.dtype(
         ("head_norms", np.int64),  # NO_NORM, HEAD_NORM or WHOLE_NORM
         ("threads", np.int64),
         ("thresholds", np.int64),  # [T] float32, of adaptive skipping
-        ("before_experts", np.int64),  # 0, or the address of a function BEFORE_EXPERTS
+        ("before_experts", np.int64),  # 0, or the address of a function BEFORE_EXPERTS (step_experts.py), and then
+        ("used", np.int64),  # of the chosen experts [layers, T, U], integers,
+        ("used_slots", np.int64),  # U, the most slots of a layer
         ("seen_chosen", np.int64),  # 0, or the addresses of choices and weights [layers, T, S],
         ("seen_weights", np.int64),
         ("seen_inputs", np.int64),  # of the experts' inputs [layers, T, D] and of the logits [layers, T, N]
@@ -85,10 +89,6 @@ STEP = np.dtype(
     align=True,
 )
 """Arguments of one decoding step."""
-BEFORE_EXPERTS = CFUNCTYPE(None, *(c_int64,) * 6)
-"""The type of a function that is called before the experts of each layer. Its arguments are the layer, the addresses of the
-chosen experts [T, S] (int64) and of their weights (float32), which it may change, that of the experts' input [T, D]
-(bfloat16), T and S."""
 step_at = record_at(STEP)
 _PRODUCTS_BYTES, _EXPERTS_BYTES, _ATTENTION_BYTES = PRODUCTS.itemsize, EXPERTS.itemsize, ATTENTION.itemsize
 
@@ -122,20 +122,20 @@ def attention_layer(address: Any, index: Any) -> None:
     call(table.rms_norm, (job.x, layer.attention_norm, job.epsilon, job.tokens, hidden, job.normed))
     ends = np.empty(3, np.int64)
     ends[0], ends[1], ends[2] = queries, queries + keys, queries + 2 * keys
-    _product(job, layer.form, place + _QUERY, ends, 3, hidden, job.normed, job.projected)
+    multiply(job, layer.form, place + _QUERY, ends, 3, hidden, job.normed, job.projected)
     call(table.correct_projection, (address, layer.query_bias, layer.query_norm, 0, queries))
     call(table.correct_projection, (address, layer.key_bias, layer.key_norm, queries, keys))
     call(table.correct_projection, (address, layer.value_bias, 0, queries + keys, keys))
     _attend(job, layer, index)
     ends[0] = hidden
-    _product(job, layer.form, place + _OUTPUT, ends, 1, queries, job.mixed, job.added)
+    multiply(job, layer.form, place + _OUTPUT, ends, 1, queries, job.mixed, job.added)
     if layer.output_bias != 0:
         call(table.add_columns, (job.added, job.tokens, hidden, 0, hidden, layer.output_bias))
     call(table.add_to_residual, (job.x, job.added, job.tokens * hidden, job.residual))
 
 
 @helper
-def _product(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
+def multiply(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
     """Multiply matrices, which are contiguous in the layer's record, with all tokens."""
     record = np.zeros(_PRODUCTS_BYTES, np.uint8)
     own = products_at(address_of(record))
@@ -227,7 +227,7 @@ def routed_experts(address: Any, index: Any) -> None:
     count, slots = layer.expert_count, layer.slots
     logits, ends = np.empty(tokens * count, np.uint16), np.empty(1, np.int64)
     ends[0] = count
-    _product(job, job.plain_form, place + _ROUTER, ends, 1, job.hidden, job.normed, address_of(logits))
+    multiply(job, job.plain_form, place + ROUTER, ends, 1, job.hidden, job.normed, address_of(logits))
     if layer.router_bias != 0:
         call(table.add_columns, (address_of(logits), tokens, count, 0, count, layer.router_bias))
     chosen, weights = np.empty(tokens * slots, np.int64), np.empty(tokens * slots, np.float32)
@@ -240,7 +240,7 @@ def routed_experts(address: Any, index: Any) -> None:
     if job.seen_chosen != 0:
         call(table.tell_observers, (address, index, address_of(chosen), address_of(weights), address_of(logits)))
     if job.before_experts != 0:
-        call(job.before_experts, (index, address_of(chosen), address_of(weights), job.normed, tokens, slots))
+        call(table.require_experts, (address, index, address_of(chosen), address_of(weights)))
     where, clamp = (layer.experts, count, layer.expert_form), (layer.alpha, layer.limit)
     _experts(job, where, address_of(chosen), address_of(weights), slots, clamp, job.added)
     keep(logits)
@@ -268,7 +268,7 @@ def gate_shared(address: Any, place: Any, results: Any) -> None:
     job = step_at(address)
     gate_T, ends = np.empty(job.tokens, np.uint16), np.empty(1, np.int64)
     ends[0] = 1
-    _product(job, job.plain_form, place + _SHARED_GATE, ends, 1, job.hidden, job.normed, address_of(gate_T))
+    multiply(job, job.plain_form, place + _SHARED_GATE, ends, 1, job.hidden, job.normed, address_of(gate_T))
     shared_TD = numba.carray(halves(results), (job.tokens, job.hidden))
     for token in range(job.tokens):
         share = widen(narrow(np.float32(1.0) / (np.float32(1.0) + exp(-widen(gate_T[token])))))

@@ -190,7 +190,7 @@ TABLE_OF_ADDRESSES = np.dtype(
                 "add_columns",
                 "add_to_residual",
             ),
-            *("choose_experts", "skip_slots", "gate_shared", "tell_observers"),
+            *("choose_experts", "skip_slots", "gate_shared", "tell_observers", "require_experts"),
             *("pack_experts_block", "unit_panels_block", "down_panels_block"),
         )
     ]

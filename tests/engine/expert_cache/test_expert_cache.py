@@ -21,13 +21,13 @@ from engine.decoder.model import Decoder
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.expert_cache import cache as cache_module
 from engine.expert_cache import places
-from engine.expert_cache.attach import check_limited, open_limited
+from engine.expert_cache.attach import Residency, check_limited, open_limited
 from engine.expert_cache.cache import ExpertCache
 from engine.expert_cache.figures import LayerFigures, report
 from engine.expert_cache.places import bytes_of, largest_layer_bytes
 from engine.generation import generate
 from engine.generation.generate import Engine
-from engine.kernels.kernel_choice import TORCH, block_types_multiplied
+from engine.kernels.kernel_choice import DECODING, TORCH, block_types_multiplied
 
 MANY_LAYERS = ("mixtral", "qwen2_moe", "olmoe", "granitemoe")
 """Families whose tiny models have more experts than fit beside those of one layer."""
@@ -142,6 +142,61 @@ def test_compiled_decoding_computes_the_same(policy: str, reads_ahead: bool, mod
     cache.close()
 
 
+def test_a_compiled_step_asks_only_where_an_expert_is_absent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all experts, later steps ask for nothing, and every use is counted all the same."""
+    decoder, cache = limited(model, torch.bfloat16, layers=100.0)
+    engine, asked = Engine(Checkpoint(model), decoder), list[int]()
+    engine.expert_cache = cache
+    require = ExpertCache.require
+
+    def noted(self: ExpertCache, layer: int, *arguments: Any) -> None:
+        asked.append(layer)
+        require(self, layer, *arguments)
+
+    config = engine.checkpoint.config
+    kept = engine.new_cache(1, 64)
+    engine.prefill(torch.arange(16)[None], None, kept)
+    for layer in config.moe_layers:  # the rest
+        cache.require(layer, np.arange(len(cache.places[layer]))[None], None)
+    monkeypatch.setattr(ExpertCache, "require", noted)
+    cache.count_anew()
+    for token in range(5):
+        engine.step(torch.tensor([token]), None, kept)
+    slots = config.layers[config.moe_layers[0]].moe.experts_per_token
+    assert not asked and [each.uses for each in cache.figures.values()] == [5 * slots] * len(config.moe_layers)
+    assert all(each.hits == each.uses for each in cache.figures.values())
+    assert all(cache._misses[layer] < 1 for layer in config.moe_layers)
+    cache.close()
+
+
+def test_kernels_predict_what_the_later_routers_would_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = reference_model("qwen3_moe", hidden_size=64, moe_intermediate_size=64, num_hidden_layers=5).to(torch.bfloat16)
+    own.save_pretrained(tmp_path / "model")
+    engine, cache = engine_of(tmp_path / "model")
+    blocks = dict(zip(engine.checkpoint.config.moe_layers, engine.decoder.moe_blocks, strict=True))
+    seen = set[int]()
+    require = Residency.require
+
+    def noted(self: Residency, x_TD: Tensor, chosen_TS: Any, weights_TS: Any, predicted_KM: Any, *rest: Any) -> None:
+        if isinstance(predicted_KM, np.ndarray):
+            slots = chosen_TS.shape[1]
+            for distance, (later, numbers) in enumerate(zip(self.following_K.tolist(), predicted_KM, strict=True), 1):
+                assert later == (self._layer + distance if self._layer + distance < 5 else -1)
+                if later >= 0 and cache.awaits[later][0]:
+                    logits_TN = blocks[later].logits(x_TD, DECODING).float()
+                    expected = logits_TN.sort(dim=-1, descending=True, stable=True).indices[:, :slots]
+                    assert numbers.tolist() == expected.flatten().tolist()
+                    seen.add(distance)
+                else:
+                    assert (numbers == -1).all()
+        require(self, x_TD, chosen_TS, weights_TS, predicted_KM, *rest)
+
+    monkeypatch.setattr(Residency, "require", noted)
+    decoded(engine)
+    assert seen == {1, 2, 3}
+    cache.close()
+
+
 def test_a_long_prompt_reads_each_expert_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for the experts of one layer. In two groups of pieces, each expert is read twice, not eight times."""
     monkeypatch.setattr(generate, "PREFILL_CHUNK", 8)
@@ -253,7 +308,7 @@ def test_experts_read_ahead_count_as_predicted_and_wasted(cache: ExpertCache) ->
     require(cache, 1, [[2, 4]])
     own = cache.figures[1]
     assert (own.read_ahead, own.wasted, own.hits, own.read) == (2, 1, 1, 1)
-    assert cache._precision[1] == pytest.approx(0.95 + 0.05 * 0.5)
+    assert cache._precision[1, 1] == pytest.approx(0.95 + 0.05 * 0.5)
 
 
 def test_predictions_that_fail_end_reading_ahead(cache: ExpertCache) -> None:
@@ -263,10 +318,35 @@ def test_predictions_that_fail_end_reading_ahead(cache: ExpertCache) -> None:
         cache._loading.clear()
         require(cache, 1, [[0]])
         cache._resident.discard((1, 5))
-    assert cache._precision[1] < cache_module.LEAST_PRECISION
+    assert cache._precision[1, 1] < cache_module.LEAST_PRECISION
     before = cache.figures[1].read_ahead
     cache.expect(1, [4])
     assert cache.figures[1].read_ahead == before
+
+
+def test_experts_that_were_read_ahead_stay_for_their_layer(cache: ExpertCache) -> None:
+    """Nothing has used them yet, so they are worth the least, and memory is full when another layer needs room."""
+    cache.reads_ahead = True
+    require(cache, 0, [[0, 1, 2, 3]])
+    cache.expect(1, [2, 3], 2)
+    while not all(loading.is_done for loading in cache._loading.values()):
+        pass
+    cache.limit -= cache.capacity - cache.held_bytes
+    require(cache, 2, [[0, 1]])
+    require(cache, 1, [[2, 3]])
+    assert (cache.figures[1].hits, cache.figures[1].read, cache.figures[1].late) == (2, 0, 0)
+
+
+def test_predictions_of_each_distance_are_judged_apart(cache: ExpertCache) -> None:
+    cache.reads_ahead = True
+    for _ in range(20):
+        cache.expect(1, [5], 3)
+        cache.expect(1, [0], 1)
+        require(cache, 1, [[0]])
+        for number in (0, 5):
+            cache._loading.pop((1, number), None)
+            cache._resident.discard((1, number))
+    assert cache._precision[1, 3] < cache_module.LEAST_PRECISION < cache._precision[1, 1]
 
 
 def test_absent_experts_give_their_places_to_resident_ones(cache: ExpertCache) -> None:
@@ -304,6 +384,7 @@ def test_room_for_something_else_is_made_at_once(cache: ExpertCache) -> None:
     assert cache.held_bytes <= held // 2 + (cache.limit - cache._headroom - held)
     with pytest.raises(OptionError, match="for the experts of one layer"):
         cache.reserve(1 << 40)
+    cache.begin_step()
     with pytest.raises(OptionError, match="left for experts, and layer 0 uses 6 at once"):
         require(cache, 0, [[0, 1, 2, 3, 4, 5]])
 
