@@ -100,6 +100,10 @@ BENCHMARKS = (
         needs="pip install llguidance",
     ),
     Benchmark(
+        *("serving_limited", ("serving_limited",), (*MEMORY, "engine/expert_cache", "engine/server", "engine/batching")),
+        trial=("--requests", "40"),
+    ),
+    Benchmark(
         *("structured_output", ("structured_output",), SERVER),
         trial=("--rounds", "1", "--requests", "1", "--tokens", "16"),
         needs="pip install llguidance",
