@@ -117,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     name = f"fit_{options.model.replace('-', '_')}"
     source = Checkpoint(resolve(MODELS[options.model]))
-    windows = windows_of(options.model, "report", options.windows)
+    windows = windows_of(MODELS[options.model], "report", options.windows)
     tokens_SL, done = windows.tokens_SL, RESULTS / f"{name}.jsonl"
     key = [options.windows, options.samples]
     known = {row["title"]: row for row in remembered(done) if row["key"] == key}

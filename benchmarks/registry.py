@@ -175,6 +175,11 @@ BENCHMARKS = (
         *("fit", ("fit_demo",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
         trial=("--windows", "8", "--samples", "16", "--rows", "2 bits, gptq"),
     ),
+    Benchmark(
+        *("fit", ("fit_shared_expert",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
+        arguments=("--model", "shared-expert"),
+        trial=("--model", "shared-expert", "--windows", "8", "--samples", "16", "--rows", "2 bits, gptq"),
+    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),

@@ -203,8 +203,8 @@ def unpickling(path: Path) -> Iterator[str]:
     for name in shape.imported_names(path):
         if name.split(".")[0] in UNPICKLERS or name == "torch.load":
             yield name
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in LOADERS:
+    for node in ast.walk(shape.parsed(path)):
+        if isinstance(node, ast.Attribute) and node.attr == "load" and ast.unparse(node) in LOADERS:
             yield ast.unparse(node)
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
             yield "allow_pickle"

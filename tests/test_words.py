@@ -81,16 +81,15 @@ def paragraphs(markdown: str) -> Iterator[Text]:
 
 def prose_of(source: str) -> Iterator[Text]:
     """Yield docstrings, comments, and string constants that hold a space."""
-    docstrings = set()
-    for node in ast.walk(ast.parse(source)):
+    docstrings, nodes = set(), list(ast.walk(ast.parse(source)))
+    for node in nodes:
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 docstrings.add(statement.value)
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            is_docstring = any(node.lineno == own.lineno and node.value == own.value for own in docstrings)
-            yield Text(node.lineno, node.value, opens=is_docstring)
+            yield Text(node.lineno, node.value, opens=node in docstrings)
     previous = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,12 @@ class Function(NamedTuple):
     name: str
     lines: int
     parameters: int
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax of a file, which is parsed once."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def source_files() -> list[Path]:
@@ -45,14 +52,17 @@ def room_of(path: Path) -> str:
     return "cli.py" if folder == "." else folder
 
 
-def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each module that a file imports, at its top or inside a function, with the names that are taken from it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@cache
+def imports(path: Path) -> list[tuple[str, list[str]]]:
+    """Return each module that a file imports, at its top or inside a function, with the names that are taken from it."""
+    found: list[tuple[str, list[str]]] = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, []) for alias in node.names)
+            found += ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
-            yield ".".join([*above, *filter(None, [node.module])]), [alias.name for alias in node.names]
+            found.append((".".join([*above, *filter(None, [node.module])]), [alias.name for alias in node.names]))
+    return found
 
 
 def imported_names(path: Path) -> Iterator[str]:
@@ -63,17 +73,22 @@ def imported_names(path: Path) -> Iterator[str]:
 
 def imported_modules(path: Path) -> set[str]:
     """Return the dotted names of this project's modules that a file imports; `from a import b` gives a.b if b is one."""
-    modules = {module_name(file) for file in source_files()}
     found: set[str] = set()
     for module, names in imports(path):
-        found |= {f"{module}.{name}" for name in names} & modules or {module}
-    return found & modules
+        found |= {f"{module}.{name}" for name in names} & modules() or {module}
+    return found & modules()
+
+
+@cache
+def modules() -> set[str]:
+    """Return the dotted names of this project's modules."""
+    return {module_name(file) for file in source_files()}
 
 
 def functions() -> Iterator[Function]:
     """Yield all functions of the source, including nested ones."""
     for path in source_files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 named = [each for each in arguments if each.arg not in ("self", "cls")]
@@ -83,7 +98,7 @@ def functions() -> Iterator[Function]:
 def public_definitions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
     """Yield functions and classes at the top of a file whose names do not begin with an underscore."""
     for path in source_files():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 yield path, node
 

@@ -84,7 +84,10 @@ def test_killed_while_it_answers_it_starts_again_on_the_same_port(directory: Pat
         assert httpx2.post(f"{url}/v1/completions", json=short).json()["choices"][0]["text"] == before
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
+SIGINT = pytest.param((signal.SIGINT,), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), SIGINT])
 def test_a_second_signal_or_sigint_ends_at_once(directory: Path, signals: tuple[signal.Signals, ...]) -> None:
     received: list[str] = []
     with process(directory) as (server, ready):
