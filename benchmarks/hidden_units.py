@@ -232,9 +232,11 @@ def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the ratio of each cell by model, method, row and share."""
+    """Return the perplexity of each model, and the ratio of each cell by model, method, row and share."""
     found = {}
     for model in dict.fromkeys(run["model"] for run in figures["runs"]):
+        if (whole := losses_of(figures, model, FULL, FULL)) is not None:
+            found[f"{model}_full".replace("-", "_")] = f"{whole.perplexity:.2f}"
         for method, row in rows_of(figures):
             for sparsity in SPARSITIES:
                 key = f"{model}_{method}_{row}_{100 * sparsity:.0f}".replace("-", "_").replace(" ", "_")
