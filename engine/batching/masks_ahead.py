@@ -11,8 +11,8 @@ from engine.batching.request_state import RequestState
 from engine.generation.grammar_matcher import Matcher
 
 THREAD_SECONDS = 6e-4
-"""Processor time of a step's masks from which on a thread computes them: waking it, and sharing
-Python's lock with it, costs about as much."""
+"""Processor time of a step's masks from which on a thread computes them: waking it, and sharing Python's
+lock with it, costs about as much."""
 NEWEST = 0.1
 """Weight of the last step in the mean time of a mask."""
 

@@ -80,7 +80,7 @@ class DecodeStep:
         kinds = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
         seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
         before = self._before_experts(kernels, hidden)
-        used = None if before is None else before.begin(len(self._layers), tokens, self._slots)
+        used_LTS = None if before is None else before.begin(len(self._layers), tokens, self._slots)
         assert self._tables is not None
         kernels.decode(
             x_BLD.data_ptr(),
@@ -93,10 +93,10 @@ class DecodeStep:
             (tokens, hidden),
             self._thresholds(tokens),
             seen,
-            None if before is None else (before.function, used),
+            None if before is None else (before.function, used_LTS),
         )
         if before is not None:
-            before.end(used)
+            before.end()
         if seen is not None:
             self._tell(*seen)
         return x_BLD
@@ -189,7 +189,7 @@ class _BeforeExperts:
         """table: records of all layers, which are completed. blocks: those with experts, by layer."""
         self._hidden = hidden
         self._residencies = {layer: block.residency for layer, block in blocks.items() if block.residency is not None}
-        self._slots = 0
+        self._used_LTS: Any = None
         self._asked: set[int] = set()
         self._error: BaseException | None = None
         self.function = kernels.BEFORE_EXPERTS(self._require)
@@ -200,12 +200,12 @@ class _BeforeExperts:
 
     def begin(self, layers: int, tokens: int, slots: int) -> Any:
         """Begin a step. Returns the array for the experts that it uses, [layers, T, slots]."""
-        self._slots = slots
+        self._used_LTS = np.full((layers, tokens, slots), -1, np.int64)
         self._asked.clear()
         next(iter(self._residencies.values())).begin_step()
-        return np.full((layers, tokens, slots), -1, np.int64)
+        return self._used_LTS
 
-    def end(self, used_LTS: Any) -> None:
+    def end(self) -> None:
         """Raise the first error of the step, whose result is then worthless: none can pass through compiled code.
 
         Otherwise note what the layers used that have not asked.
@@ -215,7 +215,7 @@ class _BeforeExperts:
             raise error
         for layer, residency in self._residencies.items():
             if layer not in self._asked:
-                residency.note(used_LTS[layer])
+                residency.note(self._used_LTS[layer])
 
     def _require(self, layer: int, chosen: int, weights: int, x: int, tokens: int, slots: int, predicted: int) -> None:
         if self._error is not None:
@@ -224,7 +224,7 @@ class _BeforeExperts:
             self._asked.add(layer)
             x_TD = as_bfloat16(_array(x, np.uint16, tokens, self._hidden))
             chosen_TS, weights_TS = _array(chosen, np.int64, tokens, slots), _array(weights, np.float32, tokens, slots)
-            predicted_KM = _array(predicted, np.int64, DISTANCES, tokens * self._slots)
+            predicted_KM = _array(predicted, np.int64, DISTANCES, self._used_LTS[layer].size)
             self._residencies[layer].require(x_TD, chosen_TS, weights_TS, predicted_KM)
         except BaseException as error:
             self._error = error
