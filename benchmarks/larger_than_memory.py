@@ -5,7 +5,8 @@ python benchmarks/larger_than_memory.py [--directory DIR] [--times 1.5,2,3.4] [-
 
 Every contender reads a prompt of 512 tokens, which uses almost all experts, and decodes the same tokens, in a process of
 its own in a control group whose limit counts the page cache, without swap, and with files not cached at the start; all take
-their turns in each round, together with the same model in free memory. One that takes more than two minutes is stopped.
+their turns in each round, together with the same model in free memory. One that takes more than two minutes is stopped,
+and is not tried again.
 Making a group takes root or a delegated group. Our logits must be equal to the bit.
 
 The weights are random, and random routers use all experts alike, which no trained model does. So the rows of each router
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +166,13 @@ def measured(model: Path, gguf: Path, options: argparse.Namespace) -> dict[str, 
             limit = int(stored / times)
             row = rows.setdefault(f"{times:g}", {})
             row.setdefault(OWN, []).append(own_run(model, limit, limit - BESIDE, options.tokens))
-            row.setdefault(MAPPED, []).append(own_run(model, limit, 0, options.tokens))
+            others = {MAPPED: partial(own_run, model, limit, 0, options.tokens)}
             if options.peer_python:
-                row.setdefault(NAME, []).append(peer_run(options.peer_python, gguf, limit, options.tokens))
+                others[NAME] = partial(peer_run, options.peer_python, gguf, limit, options.tokens)
+            for name, run in others.items():
+                own = row.setdefault(name, [])
+                if not any(each["tokens_per_second"] is None for each in own):
+                    own.append(run())
             print(times, {name: each[-1]["tokens_per_second"] for name, each in row.items()}, file=sys.stderr, flush=True)
     own = [*free, *(one for row in rows.values() for name in (OWN, MAPPED) for one in row[name])]
     same = {each["logits"] for each in own if "logits" in each}

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from engine.errors import OptionError
 from engine.expert_cache.figures import LayerFigures
 from engine.expert_cache.file_memory import most_mappings
 from engine.expert_cache.missing import Changed, numbers_of, replace_absent
-from engine.expert_cache.places import FileMemories, bytes_of, largest_layer_bytes
+from engine.expert_cache.places import FileMemories, Part, bytes_of, largest_layer_bytes
 from engine.expert_cache.policies import DEFAULT, POLICIES, Key
 from engine.expert_cache.readers import AHEAD, NOW, Loading, Readers
 from engine.kernels.expert_places import ABSENT, COMING, DISTANCES, PRESENT
@@ -38,6 +39,8 @@ HEADROOM_BYTES = 48 << 20
 """Allowance for what a step needs beyond what was resident when it began, besides activations."""
 LEAST_PRECISION = 0.5
 """Share of the predicted experts that must be chosen for reading ahead to go on: every other read takes the disk's time."""
+READ_SECONDS = 1e-3
+"""Time that reading an expert takes from a step that does not wait for it: calls, and memory's and processors' time."""
 LEAST_MISSES = 0.05
 """Experts that a step of a layer must lack on average for a prediction to be worth its time."""
 _MAPPINGS_OF_PART = 3
@@ -77,6 +80,8 @@ class ExpertCache:
         self._readers = Readers()
         self._resident: set[Key] = set()
         self._loading: dict[Key, Loading] = {}
+        self._lenders: dict[Key, Loading] = {}
+        """Experts that left memory, by the expert on its way that takes their pages. They cannot come back before."""
         self._ahead: dict[int, set[Key]] = {}
         """Experts that were read ahead, by layer, until the layer is reached."""
         self._wanted: dict[Key, None] = {}
@@ -85,6 +90,8 @@ class ExpertCache:
         """Predicted experts that were not in memory, by layer and distance, whether or not they were read."""
         self._precision: dict[tuple[int, int], float] = {}
         self._misses: dict[int, float] = {}
+        self._waits: dict[int, tuple[int, float]] = {}
+        """(steps of a layer for which experts were read, seconds that they waited for one of them on average)."""
         self.first = min(layer for layer, _ in self._places)
         self._numbers: dict[int, list[int]] = {}
         """The experts of each layer."""
@@ -181,9 +188,10 @@ class ExpertCache:
         self._wanted = wanted = {(layer, number): None for number in numbers_of(chosen_TS)}
         missing = [key for key in wanted if key not in self._resident]
         late = [key for key in missing if key in self._loading]
-        self._account(layer, wanted, len(missing))
+        came = self._account(layer, wanted, len(missing))
         figures.late, figures.read = figures.late + len(late), figures.read + len(missing) - len(late)
         if not missing:
+            self._price(layer, came, 0.0)
             return
         started = time.perf_counter()
         for key in late:
@@ -196,11 +204,13 @@ class ExpertCache:
                 )
         self._readers.wait([self._loading[key] for key in missing])
         self._settle()
-        figures.waited_seconds += time.perf_counter() - started
+        waited = time.perf_counter() - started
+        figures.waited_seconds += waited
+        self._price(layer, came, waited)
 
     def note(self, layer: int, chosen_TS: Any) -> None:
         """Note the choices of a step that found all of them in memory."""
-        self._account(layer, {(layer, number): None for number in numbers_of(chosen_TS)}, 0)
+        self._price(layer, self._account(layer, {(layer, number): None for number in numbers_of(chosen_TS)}, 0), 0.0)
 
     def expect(self, layer: int, numbers: Iterable[int], distance: int = 1) -> None:
         """Read experts ahead that a layer will probably use next, where such predictions have been good enough.
@@ -238,8 +248,11 @@ class ExpertCache:
         resident = [number for number in self._numbers[layer] if (layer, number) in self._resident]
         return replace_absent(chosen_TS, weights_TS, probabilities(), resident, absent, self.miss_threshold)
 
-    def _account(self, layer: int, wanted: dict[Key, None], missing: int) -> None:
-        """Count a layer's uses, of which so many were not in memory, and judge what was predicted for it."""
+    def _account(self, layer: int, wanted: dict[Key, None], missing: int) -> int:
+        """Count a layer's uses, of which so many were not in memory, and judge what was predicted for it.
+
+        Returns the number of experts that are read for this step: the missing ones, and those that were read ahead in time.
+        """
         self._policy.visit(layer)
         for key in wanted:
             self._policy.use(key)
@@ -251,7 +264,20 @@ class ExpertCache:
             if predicted := self._predicted.pop((layer, distance), []):
                 share, before = sum(key in wanted for key in predicted) / len(predicted), (layer, distance)
                 self._precision[before] = _MEMORY * self._precision.get(before, 1.0) + (1 - _MEMORY) * share
-        figures.wasted += sum(key not in wanted for key in self._ahead.pop(layer, ()))
+        ahead = self._ahead.pop(layer, ())
+        figures.wasted += sum(key not in wanted for key in ahead)
+        return missing + sum(key in wanted and key in self._resident for key in ahead)
+
+    def _price(self, layer: int, came: int, seconds: float) -> None:
+        """Tell the policy how long a layer waits for an expert: those of the first layer can never be read ahead.
+
+        Prompts, whose experts are not read ahead, count little.
+        """
+        if came:
+            count, average = self._waits.get(layer, (0, 0.0))
+            average += max(1 - _MEMORY, 1 / (count + 1)) * (seconds / came - average)
+            self._waits[layer] = count + 1, average
+            self._policy.price(layer, 1.0 + average / READ_SECONDS)
 
     def _expected(self, wanted: Container[Key]) -> Container[Key]:
         """Return the experts that should not leave: those that are wanted, on their way, or were read for a later layer."""
@@ -263,31 +289,40 @@ class ExpertCache:
         pinned: the experts that stay; where nothing else can leave, those of the next container.
         """
         parts, size = self._places[key], self.expert_sizes[key]
-        takes_pages = self._moves_pages
+        if key in self._lenders:
+            self._readers.hurry(self._lenders[key])
+            self._readers.finish(self._lenders[key])
+        lender: Key | None = None
         while self.held_bytes + size > self.capacity:
             leaving = next((found for own in pinned if (found := self._policy.victim(own)) is not None), None)
             if leaving is None:
+                for memory, extent in self._places[lender] if lender is not None else ():
+                    memory.give_back(extent)
                 return False
-            for own, given in zip(parts, self._places[leaving], strict=False) if takes_pages else ():
-                own.memory.take_pages(own.extent, given.memory, given.extent)
-            takes_pages = False  # the memory of one other expert is enough, as a rule
-            self._drop(leaving)
+            lends = self._moves_pages and lender is None  # the memory of one other expert is enough, as a rule
+            self._drop(leaving, lends=lends)
+            lender = leaving if lends else lender
         self.held_bytes += sum(memory.hold(extent) for memory, extent in parts)
         self.figures[key[0]].read_bytes += size
-        self._loading[key] = Loading(parts)
+        self._loading[key] = Loading(parts, None if lender is None else partial(_take_pages, parts, self._places[lender]))
+        if lender is not None:
+            self._lenders[lender] = self._loading[key]
         self.places[key[0]][key[1]] = COMING
         self._readers.start(self._loading[key], urgency)
         return True
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: Key, *, lends: bool = False) -> None:
         if key in self._resident:
             self._policy.remove(key)
             self._resident.remove(key)
         self.places[key[0]][key[1]] = ABSENT
-        self.held_bytes -= sum(memory.drop(extent) for memory, extent in self._places[key])
+        self.held_bytes -= sum(memory.drop(extent, lends=lends) for memory, extent in self._places[key])
 
     def _settle(self) -> None:
         """Note which experts have been read since the last time."""
+        if not self._loading:
+            return
+        self._lenders = {key: loading for key, loading in self._lenders.items() if not loading.is_done}
         for key, loading in list(self._loading.items()):
             if not loading.is_done:
                 continue
@@ -302,6 +337,15 @@ class ExpertCache:
     def _shrink(self) -> None:
         while self.held_bytes > self.capacity and (leaving := self._policy.victim(self._loading)) is not None:
             self._drop(leaving)
+
+
+def _take_pages(parts: Iterable[Part], given: Iterable[Part]) -> None:
+    """Move the memory of an expert that has left to the parts of one that is read next."""
+    for own, other in zip_longest(parts, given):
+        if own is None:
+            other.memory.give_back(other.extent)
+        elif other is not None:
+            own.memory.take_pages(own.extent, other.memory, other.extent)
 
 
 class _Either:

@@ -89,26 +89,43 @@ class FileMemory:
         """Note that a part is loaded, before it is read. Returns the bytes of memory that this takes."""
         return self._change(extent, 1)
 
-    def drop(self, extent: Extent) -> int:
-        """Give the memory of a part back, but for pages at its ends that other loaded parts share. Returns its bytes."""
+    def drop(self, extent: Extent, *, lends: bool = False) -> int:
+        """Give the memory of a part back, but for pages at its ends that other loaded parts share. Returns its bytes.
+
+        lends: keep the pages that lie in the part as a whole until `take_pages` or `give_back`.
+        """
         first, last = extent.begin // PAGE, (extent.end - 1) // PAGE
         freed = self._change(extent, -1)
         begin = first if not self._users[first] else first + 1
         end = last + 1 if not self._users[last] else last
-        if begin < end:
-            self.map.madvise(mmap.MADV_DONTNEED, begin * PAGE, (end - begin) * PAGE)
+        kept = _whole_pages(extent) if lends else (end, end)
+        self._discard(begin, min(end, kept[0]))
+        self._discard(max(begin, kept[1]), end)
         return freed
 
     def take_pages(self, extent: Extent, other: FileMemory, given: Extent) -> None:
-        """Move the memory of another part, which is dropped next, to a part that is read next. Its content is worthless.
+        """Move the memory that another part has lent to a part that is read next. Its content is worthless.
 
-        New memory is cleared by the system, which takes a third of the time of reading it. Where the system cannot move
-        pages, nothing happens.
+        New memory is cleared by the system, which takes a third of the time of reading it. What the system cannot move, and
+        what the part does not need, is given back.
         """
         (first, last), (source, end) = _whole_pages(extent), _whole_pages(given)
-        size = min(last - first, end - source) * PAGE
-        if size > 0 and (mremap := _mremap()) is not None:
-            mremap(other._address + source * PAGE, size, size, _MOVE, self._address + first * PAGE)
+        pages = max(0, min(last - first, end - source))
+        place, target = other._address + source * PAGE, self._address + first * PAGE
+        if pages > 0 and (
+            (mremap := _mremap()) is None or mremap(place, pages * PAGE, pages * PAGE, _MOVE, target) != target
+        ):
+            pages = 0
+        other._discard(source + pages, end)
+
+    def give_back(self, extent: Extent) -> None:
+        """Give the memory back that a part has lent, and that nothing took."""
+        self._discard(*_whole_pages(extent))
+
+    def _discard(self, begin: int, end: int) -> None:
+        """Give pages back to the system."""
+        if begin < end:
+            self.map.madvise(mmap.MADV_DONTNEED, begin * PAGE, (end - begin) * PAGE)
 
     def _change(self, extent: Extent, change: int) -> int:
         """Count one user more or less of the pages at the ends. Returns the bytes that are taken or freed."""

@@ -1,14 +1,15 @@
 """Policies of an expert cache: which expert in memory is evicted when another one is read.
 
 A key is (layer, expert). A cache tells its policy when a layer's step begins (`visit`), which experts the step uses (`use`,
-in memory or not), and which enter and leave memory (`add`, `remove`); `victim` returns the expert to evict. The
-experts of one step are needed together, so none of them is evicted for another: they are pinned.
+in memory or not), which enter and leave memory (`add`, `remove`), and what a layer loses by an absent expert (`price`);
+`victim` returns the expert to evict. The experts of one step are needed together, so none of them is evicted for another:
+they are pinned.
 
 `Worth` is the default. It estimates how likely each expert is to be used the next time its layer runs. `Recency` and
 `Frequency` are the usual LRU and LFU. `Hindsight` knows the future of a recorded trace, and is the bound that the others are
 compared with (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
 
-Shape suffixes: L layers, N experts.
+Shape suffixes: L layers, R some of them, N experts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +32,10 @@ Trace = Sequence[Step]
 NOTHING: Container[Key] = frozenset()
 EQUAL = 1e-9
 """Difference up to which two estimates may be equal."""
+MOST_RANKED = 16
+"""Experts that `Worth` ranks at once."""
+_RESIDENT_FOR_ONE_RANKED = 32
+"""Experts in memory for each of them, so that those that are ranked differ little from all others."""
 
 
 class Policy(Protocol):
@@ -48,18 +53,28 @@ class Policy(Protocol):
     def remove(self, key: Key) -> None:
         """Record that an expert has left memory. Raises KeyError if it was not there."""
 
+    def price(self, layer: int, factor: float) -> None:
+        """Say how much time a layer loses by an absent expert, relative to the least that any layer loses."""
+
     def victim(self, pinned: Container[Key] = NOTHING) -> Key | None:
         """Return the expert in memory to evict next, or None if all are pinned. It stays until `remove`."""
 
 
-class Recency:
+class _AllLayersAlike:
+    """A policy to which steps and prices of layers mean nothing."""
+
+    def visit(self, layer: int) -> None:
+        """Begin a step, which changes nothing here."""
+
+    def price(self, layer: int, factor: float) -> None:
+        """Change nothing."""
+
+
+class Recency(_AllLayersAlike):
     """LRU: the expert that was used least recently is evicted. Pinned experts are passed over one by one."""
 
     def __init__(self) -> None:
         self._resident: OrderedDict[Key, None] = OrderedDict()
-
-    def visit(self, layer: int) -> None:
-        """Begin a step, which changes nothing here."""
 
     def use(self, key: Key) -> None:
         """Make the expert the last one, if it is in memory."""
@@ -114,7 +129,7 @@ class _Ranking:
         return found, bool(passed)
 
 
-class Frequency:
+class Frequency(_AllLayersAlike):
     """LFU with dynamic aging: rank = uses while in memory + the rank of the last expert that was evicted.
 
     Experts that were often used long ago are passed by new ones in the end (Arlitt et al., "Evaluating content management
@@ -123,9 +138,6 @@ class Frequency:
 
     def __init__(self) -> None:
         self._ranking, self._uses, self._age = _Ranking(), defaultdict[Key, int](int), 0.0
-
-    def visit(self, layer: int) -> None:
-        """Begin a step, which changes nothing here."""
 
     def use(self, key: Key) -> None:
         """Count a use, if the expert is in memory. `add` counts the use for which an expert is read."""
@@ -148,15 +160,17 @@ class Frequency:
 
 
 class Worth:
-    """Evict the expert that is least likely to be used when its layer runs next.
+    """Evict the expert whose absence will cost the least time when its layer runs next.
 
-    The estimate for an expert is (1 − r) · f + r · l. f is its share of its layer's steps, with weights that halve every
-    `half_life` steps, l is 1 if the last step of the layer used it and otherwise 0, and r is `recency`. Uses count whether
-    the expert was in memory or not. Time is counted by layer: an expert is as old as its layer has run without it, so
-    experts of layers whose turn comes next are not older than others. If estimates are equal in nine digits, the layer that
-    has just run loses its expert, because its next turn is the furthest away.
+    The estimate for an expert is c · ((1 − r) · f + r · l). c is the price of its layer, 1 at first. f is its share of its
+    layer's steps, with weights that halve every `half_life` steps, l is 1 if the last step of the layer used it and
+    otherwise 0, and r is `recency`. Uses count whether the expert was in memory or not. Time is counted by layer: an expert
+    is as old as its layer has run without it, so experts of layers whose turn comes next are not older than others. If
+    estimates are equal in nine digits, the layer that has just run loses its expert, because its next turn is the furthest
+    away.
 
-    `victim` takes O(n) time, in a few operations on arrays.
+    `victim` takes O(n) time, in a few operations on arrays, which are slow beside the kernels that empty the processor's
+    caches. So a large cache ranks a few experts at once, and evicts one after the other, but for those that were used since.
     """
 
     def __init__(self, half_life: float = 32.0, recency: float = 0.3) -> None:
@@ -164,6 +178,14 @@ class Worth:
         self._rows: dict[int, int] = {}
         """The row of each layer in the arrays."""
         self._layers: list[int] = []
+        self._estimates_LN = np.zeros((0, 0))
+        """Estimates of experts in memory, and infinity elsewhere, but for the rows in `_stale`."""
+        self._stale: set[int] = set()
+        self._ranked: list[tuple[Key, tuple[int, int]]] = []
+        """Experts with their places in the arrays, in the order in which they leave."""
+        self._highest = 0.0
+        """The highest estimate among them when they were ranked."""
+        self._prices_L = np.ones(0)
         self._counts_LN = np.zeros((0, 0))
         """Σ 2^(−age/half-life) over the steps of the layer that used an expert. Ages are counted in steps of the layer."""
         self._is_last_LN, self._is_resident_LN = np.zeros((0, 0), bool), np.zeros((0, 0), bool)
@@ -181,6 +203,7 @@ class Worth:
         self._counts_LN[row] *= self._decay
         self._weights_L[row] = self._weights_L[row] * self._decay + 1.0
         self._is_last_LN[row] = False
+        self._stale.add(row)
 
     def use(self, key: Key) -> None:
         """Count a use in the layer's running step, once."""
@@ -193,6 +216,7 @@ class Worth:
         """Make an expert a candidate for eviction. One that was never used has no worth."""
         place = self._place(key)
         self._is_resident_LN[place] = True
+        self._stale.add(place[0])
 
     def remove(self, key: Key) -> None:
         """Make an expert no candidate; its uses are remembered."""
@@ -200,31 +224,73 @@ class Worth:
         if not self._is_resident_LN[place]:
             raise KeyError(key)
         self._is_resident_LN[place] = False
+        self._estimates_LN[place] = np.inf
+
+    def price(self, layer: int, factor: float) -> None:
+        """Multiply the estimates of a layer by a factor from now on."""
+        row = self._place((layer, 0))[0]
+        self._prices_L[row] = factor
+        self._stale.add(row)
 
     def victim(self, pinned: Container[Key] = NOTHING) -> Key | None:
         """Return the expert with the lowest estimate."""
-        worths_LN = np.where(self._is_resident_LN, self._worths(), np.inf)
-        while worths_LN.size and (least := worths_LN.min()) < np.inf:
-            places = np.argwhere(worths_LN <= least + 2 * EQUAL).tolist()  # a few more than are equal
-            for _, _, layer, row, number in sorted(
-                (self._worth_at((row, number)), -self._turns[row], self._layers[row], row, number) for row, number in places
-            ):
-                if (layer, number) not in pinned:
-                    return layer, number
-                worths_LN[row, number] = np.inf
-        return None
+        for key, place in self._ranked:
+            if self._is_resident_LN[place] and key not in pinned and self._worth_at(place) <= self._highest:
+                return key
+        found = self._lowest(pinned)
+        self._rank()
+        return found
+
+    def _rank(self) -> None:
+        """Rank the experts that leave next, if there are so many that a few leave nearly the estimates as they are."""
+        count = min(MOST_RANKED, int(self._is_resident_LN.sum()) // _RESIDENT_FOR_ONE_RANKED)
+        self._ranked = []
+        if count > 1:
+            places = np.argpartition(self._estimates_LN, count, axis=None)[:count].tolist()
+            self._ranked = [((self._layers[at[0]], at[1]), at) for at in self._in_order(places)]
+            self._highest = max(self._worth_at(at) for _, at in self._ranked)
+
+    def _lowest(self, pinned: Container[Key]) -> Key | None:
+        """Return the expert with the lowest estimate of all that are not pinned."""
+        self._estimate()
+        passed: list[tuple[int, int]] = []
+        found = None
+        while found is None and self._estimates_LN.size and (least := self._estimates_LN.min()) < np.inf:
+            places = np.flatnonzero(self._estimates_LN <= least + 2 * EQUAL).tolist()  # a few more than are equal
+            for row, number in self._in_order(places):
+                if (self._layers[row], number) not in pinned:
+                    found = self._layers[row], number
+                    break
+                self._estimates_LN[row, number] = np.inf
+                passed.append((row, number))
+        self._stale.update(row for row, _ in passed)
+        self._estimate()
+        return found
 
     def worth(self, key: Key) -> float:
-        """Return the estimated probability that the next step of its layer uses an expert."""
+        """Return the estimate for an expert: the probability that its layer's next step uses it, times the layer's price."""
         return self._worth_at(self._place(key))
 
-    def _worths(self) -> Any:
-        shares_LN = self._counts_LN / self._weights_L.clip(1.0)[:, None]  # 0 before a layer's first step
-        return (1.0 - self._recency) * shares_LN + self._recency * self._is_last_LN
+    def _estimate(self) -> None:
+        if self._stale:
+            rows = sorted(self._stale)
+            self._stale.clear()
+            shares_RN = self._counts_LN[rows] / self._weights_L[rows].clip(1.0)[:, None]  # 0 before a layer's first step
+            estimates_RN = (1.0 - self._recency) * shares_RN + self._recency * self._is_last_LN[rows]
+            estimates_RN *= self._prices_L[rows][:, None]
+            self._estimates_LN[rows] = np.where(self._is_resident_LN[rows], estimates_RN, np.inf)
+
+    def _in_order(self, places: Iterable[int]) -> list[tuple[int, int]]:
+        """Return row and column of places in the flat array of estimates, the one to evict first at the front."""
+        found = [divmod(place, self._estimates_LN.shape[1]) for place in places]
+        if len(found) > 1:
+            found.sort(key=lambda at: (self._worth_at(at), -self._turns[at[0]], self._layers[at[0]], at[1]))
+        return found
 
     def _worth_at(self, place: tuple[int, int]) -> float:
         share = float(self._counts_LN[place]) / max(1.0, float(self._weights_L[place[0]]))
-        return round((1.0 - self._recency) * share + self._recency * bool(self._is_last_LN[place]), 9)
+        likely = (1.0 - self._recency) * share + self._recency * bool(self._is_last_LN[place])
+        return round(float(self._prices_L[place[0]]) * likely, 9)
 
     def _place(self, key: Key) -> tuple[int, int]:
         """Return the place of an expert in the arrays, which grow for it."""
@@ -236,15 +302,17 @@ class Worth:
                 row = self._rows[layer] = len(self._layers)
                 self._layers.append(layer)
                 self._turns.append(0)
-                self._weights_L = np.append(self._weights_L, 0.0)
+                self._weights_L, self._prices_L = np.append(self._weights_L, 0.0), np.append(self._prices_L, 1.0)
             every = self._counts_LN, self._is_last_LN, self._is_resident_LN
             self._counts_LN, self._is_last_LN, self._is_resident_LN = (
                 np.pad(each, ((0, more[0]), (0, more[1]))) for each in every
             )
+            self._estimates_LN = np.full(self._counts_LN.shape, np.inf)
+            self._stale.update(range(len(self._layers)))
         return row, number
 
 
-class Hindsight:
+class Hindsight(_AllLayersAlike):
     """Evict the expert whose next use in a recorded trace is the furthest away: no policy has fewer misses.
 
     The calls of `visit` and `use` must follow the trace. Raises ValueError where a step is not the trace's.

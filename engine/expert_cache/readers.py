@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
@@ -21,7 +21,9 @@ NOW, AHEAD = 0, 1
 class Loading:
     """One expert that is being read."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[Part], prepare: Callable[[], None] | None = None) -> None:
+        """prepare: what the thread that reads the first piece does before."""
+        self.prepare = prepare
         self.pieces = [piece for part in parts for piece in _pieces(part)]
         self.left = len(self.pieces)
         self.error: BaseException | None = None
@@ -50,11 +52,10 @@ class Readers:
             thread.start()
 
     def start(self, loading: Loading, urgency: int) -> None:
-        """Put an expert's pieces into the queue."""
+        """Put an expert's pieces into the queue: the first one alone, if it has to be prepared."""
         with self._lock:
             loading.urgency = urgency
-            self._push(loading, loading.pieces)
-            self._queued.notify(len(loading.pieces))
+            self._push(loading, loading.pieces if loading.prepare is None else loading.pieces[:1])
 
     def hurry(self, loading: Loading) -> None:
         """Let the pieces of an expert that was to be read ahead, and that wait in the queue, go first."""
@@ -70,10 +71,14 @@ class Readers:
     def wait(self, loadings: Iterable[Loading]) -> None:
         """Wait until all of them are done. Raises the error of a read that failed."""
         for loading in loadings:
-            with self._lock:
-                self._done.wait_for(lambda own=loading: own.is_done)  # type: ignore[misc]
+            self.finish(loading)
             if loading.error is not None:
                 raise loading.error
+
+    def finish(self, loading: Loading) -> None:
+        """Wait until an expert is done, or has failed."""
+        with self._lock:
+            self._done.wait_for(lambda: loading.is_done)
 
     def close(self) -> None:
         """End the threads once the reads that they have begun are done; those in the queue never begin."""
@@ -84,15 +89,26 @@ class Readers:
         for thread in self._threads:
             thread.join()
 
-    def _push(self, loading: Loading, pieces: Iterable[Part]) -> None:
+    def _push(self, loading: Loading, pieces: Sequence[Part]) -> None:
         for piece in pieces:
             heappush(self._queue, (loading.urgency, next(self._number), loading, piece))
+        self._queued.notify(len(pieces))
+
+    def _prepare(self, loading: Loading) -> None:
+        prepare, loading.prepare = loading.prepare, None
+        if prepare is not None:
+            try:
+                prepare()
+            finally:
+                with self._lock:
+                    self._push(loading, loading.pieces[1:])
 
     def _work(self) -> None:
         while (taken := self._next()) is not None:
             loading, (memory, extent) = taken
             error: BaseException | None = None
             try:
+                self._prepare(loading)
                 memory.read(extent)
             except Exception as raised:  # handed to the thread that waits
                 error = raised

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -291,6 +292,18 @@ def require(cache: ExpertCache, layer: int, chosen: Any, weights: Any = None, sh
     return chosen_TS, weights_TS
 
 
+def expert_bytes(cache: ExpertCache, key: tuple[int, int]) -> bytes:
+    """Return an expert's bytes as they are in memory."""
+    return b"".join(memory.map[extent.begin : extent.end] for memory, extent in cache._places[key])
+
+
+def arrive(cache: ExpertCache) -> None:
+    """Wait until all experts on their way are in memory."""
+    while not all(loading.is_done for loading in cache._loading.values()):
+        pass
+    cache._settle()
+
+
 def test_figures_are_those_counted_by_hand(cache: ExpertCache) -> None:
     require(cache, 0, [[0, 1], [1, -1]])
     require(cache, 0, [[1, 2]])
@@ -303,8 +316,7 @@ def test_experts_read_ahead_count_as_predicted_and_wasted(cache: ExpertCache) ->
     cache.reads_ahead = True
     require(cache, 0, [[0]])
     cache.expect(1, [2, 3])
-    while not all(loading.is_done for loading in cache._loading.values()):
-        pass
+    arrive(cache)
     require(cache, 1, [[2, 4]])
     own = cache.figures[1]
     assert (own.read_ahead, own.wasted, own.hits, own.read) == (2, 1, 1, 1)
@@ -315,9 +327,10 @@ def test_predictions_that_fail_end_reading_ahead(cache: ExpertCache) -> None:
     cache.reads_ahead = True
     for _ in range(20):
         cache.expect(1, [5])
-        cache._loading.clear()
+        arrive(cache)
         require(cache, 1, [[0]])
-        cache._resident.discard((1, 5))
+        if (1, 5) in cache._resident:
+            cache._drop((1, 5))
     assert cache._precision[1, 1] < cache_module.LEAST_PRECISION
     before = cache.figures[1].read_ahead
     cache.expect(1, [4])
@@ -329,8 +342,7 @@ def test_experts_that_were_read_ahead_stay_for_their_layer(cache: ExpertCache) -
     cache.reads_ahead = True
     require(cache, 0, [[0, 1, 2, 3]])
     cache.expect(1, [2, 3], 2)
-    while not all(loading.is_done for loading in cache._loading.values()):
-        pass
+    arrive(cache)
     cache.limit -= cache.capacity - cache.held_bytes
     require(cache, 2, [[0, 1]])
     require(cache, 1, [[2, 3]])
@@ -343,10 +355,45 @@ def test_predictions_of_each_distance_are_judged_apart(cache: ExpertCache) -> No
         cache.expect(1, [5], 3)
         cache.expect(1, [0], 1)
         require(cache, 1, [[0]])
-        for number in (0, 5):
-            cache._loading.pop((1, number), None)
-            cache._resident.discard((1, number))
+        arrive(cache)
+        cache._drop((1, 0))
+        if (1, 5) in cache._resident:
+            cache._drop((1, 5))
     assert cache._precision[1, 3] < cache_module.LEAST_PRECISION < cache._precision[1, 1]
+
+
+def test_an_expert_that_left_comes_back_once_its_pages_are_gone(cache: ExpertCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads the other expert moves them, and is kept waiting here."""
+    require(cache, 0, [[0, 1, 2, 3]])
+    require(cache, 0, [[0]])
+    before = {number: expert_bytes(cache, (0, number)) for number in range(4)}
+    cache.limit -= cache.capacity - cache.held_bytes
+    moves, may_move = cache_module._take_pages, threading.Event()
+    monkeypatch.setattr(cache_module, "_take_pages", lambda *given: may_move.wait(10) and moves(*given))
+    cache.reads_ahead = True
+    cache.expect(1, [0])
+    (lender,) = cache._lenders
+    assert lender not in cache._resident
+    threading.Timer(0.1, may_move.set).start()
+    require(cache, 0, [[lender[1]]])
+    assert may_move.is_set() and expert_bytes(cache, lender) == before[lender[1]]
+    arrive(cache)
+    assert lender not in cache._lenders
+
+
+def test_layers_that_wait_longer_for_an_expert_are_dearer(cache: ExpertCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    prices: list[tuple[int, float]] = []
+    monkeypatch.setattr(cache._policy, "price", lambda *given: prices.append(given))
+    times = iter([0.0, 0.04])
+    monkeypatch.setattr(cache_module.time, "perf_counter", lambda: next(times))
+    require(cache, 0, [[0, 1]])  # 40 ms for two experts
+    cache.note(0, np.array([[0, 1]]))
+    assert prices == [(0, pytest.approx(1 + 20))]
+    cache.reads_ahead = True
+    cache.expect(0, [2])
+    arrive(cache)
+    require(cache, 0, [[2]])
+    assert prices[1:] == [(0, pytest.approx(1 + 20 / 2))]
 
 
 def test_absent_experts_give_their_places_to_resident_ones(cache: ExpertCache) -> None:

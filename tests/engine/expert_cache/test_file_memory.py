@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -98,13 +99,32 @@ def test_pages_move_from_a_part_that_leaves_to_one_that_comes(file: SafetensorsF
     for name in ("t0", "t1", "t3"):
         memory.hold(extents[name])
         memory.read(extents[name])
-    memory.take_pages(extents["t5"], memory, extents["t3"])
-    memory.drop(extents["t3"])
+    memory.drop(extents["t3"], lends=True)
     memory.hold(extents["t5"])
+    memory.take_pages(extents["t5"], memory, extents["t3"])
     memory.read(extents["t5"])
     for name in ("t0", "t1", "t5"):
         assert torch.equal(file.tensor(name), stored.tensor(name)), name
     assert not file.tensor("t3")[PAGE:-PAGE].any()
+    memory.close()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_pages_that_were_lent_are_gone_in_the_end(
+    file: SafetensorsFile, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    """Taken or not, and where the system cannot move pages: what left takes no memory."""
+    if not moves:
+        monkeypatch.setattr("engine.expert_cache.file_memory._mremap", lambda: None)
+    memory, extents = FileMemory(file), dict(zip(file.entries, extents_of(file), strict=True))
+    for name in ("t3", "t4"):
+        assert memory.hold(extents[name])
+        memory.read(extents[name])
+        memory.drop(extents[name], lends=True)
+    memory.take_pages(extents["t5"], memory, extents["t3"])
+    memory.give_back(extents["t4"])
+    for name in ("t3", "t4"):
+        assert not any(memory.map[extents[name].begin : extents[name].end])
     memory.close()
 
 
@@ -153,6 +173,35 @@ def test_what_is_needed_now_goes_before_what_was_read_ahead() -> None:
     memory.gate.set()
     readers.wait([first, ahead, hurried, now])
     assert [extent.begin for extent in memory.read_extents] == [0, 3, 2, 1]
+    readers.close()
+
+
+def test_an_expert_is_prepared_before_any_of_its_pieces_is_read() -> None:
+    memory, before = RecordingMemory(), list[int]()
+    memory.gate.set()
+
+    def prepare() -> None:
+        time.sleep(0.05)  # the other threads have time for the other pieces
+        before.append(len(memory.read_extents))
+
+    loading, readers = Loading([Part(memory, Extent(0, 3 * PIECE_BYTES))], prepare), Readers(4)  # type: ignore[arg-type]
+    readers.start(loading, NOW)
+    readers.wait([loading])
+    assert before == [0] and len(memory.read_extents) == 3
+    readers.close()
+
+
+def test_what_fails_to_be_prepared_is_an_error_of_those_that_wait() -> None:
+    def fail() -> None:
+        raise OSError("no memory")
+
+    memory = RecordingMemory()
+    memory.gate.set()
+    loading, readers = Loading([Part(memory, Extent(0, 2 * PIECE_BYTES))], fail), Readers(2)  # type: ignore[arg-type]
+    readers.start(loading, NOW)
+    with pytest.raises(OSError, match="no memory"):
+        readers.wait([loading])
+    readers.finish(loading)
     readers.close()
 
 

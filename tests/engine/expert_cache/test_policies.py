@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.expert_cache.policies import (
     BEST,
+    MOST_RANKED,
     POLICIES,
     Frequency,
     Hindsight,
@@ -170,6 +171,41 @@ def test_hindsight_is_never_worse(trace: Trace, slots: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_hindsight_is_the_best_possible(trace: Trace, slots: int) -> None:
     assert compared(trace, slots, ())[BEST].misses == fewest_misses(trace, slots)
+
+
+def test_worth_weighs_layers_by_their_prices() -> None:
+    policy = Worth(recency=0.0)
+    for layer in (0, 1):
+        policy.visit(layer)
+        policy.use((layer, 0))
+        policy.add((layer, 0))
+        policy.visit(layer)
+    assert policy.victim() == (1, 0), "equal estimates: the layer that has just run"
+    policy.price(1, 1.01)
+    assert policy.victim() == (0, 0) and policy.worth((1, 0)) == pytest.approx(1.01 * policy.worth((0, 0)))
+    policy.price(0, 3.0)
+    assert policy.victim() == (1, 0)
+
+
+def test_a_large_cache_ranks_several_experts_at_once() -> None:
+    """They leave in their order, but for those that were pinned or used since, as long as no other one was asked for."""
+    policy = Worth(recency=0.0)
+    for number in range(MOST_RANKED * 32):
+        policy.add((0, number))
+        for _ in range(1 + number // 32):
+            policy.visit(0)
+            policy.use((0, number))
+    expected = [number for number in range(MOST_RANKED * 32) if number not in (0, 2)]
+    assert policy.victim() == (0, 0) and len(policy._ranked) == MOST_RANKED
+    policy.visit(0)
+    policy.use((0, 0))
+    left = []
+    for _ in range(MOST_RANKED + 3):
+        key = policy.victim({(0, 2)})
+        assert key is not None
+        left.append(key[1])
+        policy.remove(key)
+    assert left == expected[: len(left)]
 
 
 class NaiveWorth:
