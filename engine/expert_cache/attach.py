@@ -20,6 +20,7 @@ from engine.expert_cache.places import FileMemories
 from engine.kernels.expert_places import DISTANCES
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.stored.quantized_weight import Weight
+from engine.passes.library_pages import release_library_pages
 from engine.passes.memory_need import MemoryDemand, batch_bytes
 
 MOST_TOKENS = 512
@@ -128,6 +129,7 @@ def open_limited(
     decoder = Decoder(checkpoint.config, weights).eval()
     activations = batch_bytes(checkpoint, MemoryDemand(dtype, MOST_TOKENS), MOST_TOKENS)
     activations += min(BY_LAYER_TOKENS, checkpoint.config.max_positions) * checkpoint.config.hidden_size * dtype.itemsize
+    release_library_pages()  # what is resident now counts as needed from here on
     cache = ExpertCache(memories, limit, activation_bytes=activations, miss_threshold=miss_threshold, **options)
     cache.miss_costs = costs
     blocks = list(zip(checkpoint.config.moe_layers, decoder.moe_blocks, strict=True))

@@ -61,6 +61,7 @@ from engine.kernels.kernel_choice import (
     prepare_decoding,
 )
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
+from engine.passes.library_pages import release_library_pages
 from engine.progress import Progress, no_progress
 from engine.transformers_models.image_reader import ImagePrompt, ImageReader, check_vision
 
@@ -123,6 +124,7 @@ class Engine:
         self.image_reader: ImageReader | None = None
         """The model's processor of images, once `open_images` was called."""
         self._last: Batch | None = None
+        self._is_prepared = False
 
     @classmethod
     def open(
@@ -259,11 +261,17 @@ class Engine:
         return None
 
     def prepare(self) -> None:
-        """Load the kernels that this model decodes with, so that the first token does not wait for them."""
+        """Load the kernels that this model decodes with, so that the first token does not wait for them.
+
+        What was read of libraries to get here leaves memory.
+        """
         if isinstance(self.decoder, Decoder):
             prepare_decoding(self.dtype, self.device, self.decoder.kernels_needed, self.progress)
         elif isinstance(self.decoder, AdaptedDecoder):
             self.decoder.prepare()
+        if not self._is_prepared:
+            release_library_pages()
+            self._is_prepared = True
 
     @cached_property
     def cache_sizes(self) -> tuple[int, int]:
