@@ -1,11 +1,12 @@
 """Memory and speed of models that are multiplied as stored: FP8 of a DeepSeek shape, and MXFP4 of a GPT-OSS shape.
 
-python benchmarks/packed_floats.py [--layers 3] [--rounds 40]
+python benchmarks/packed_floats.py [--layers 3] [--rounds 40] [--peer-python PYTHON]
 
 Weights are random, and each model has more than 1 B parameters with 3 layers. Resident memory is that of a process which
 reads a prompt of 512 random tokens, and then some more one by one, after all weights were read once, so that none is missing
 from memory because no token used it. The speed is that of single tokens, in turns with the same weights dequantized to
-bfloat16, in one process.
+bfloat16, in one process. With --peer-python, a Python that has llama-cpp-python, llama.cpp decodes the GGUF file of the same
+MXFP4 weights (`compress export --type stored`), in turns with us.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import random_tensor
+from llama_cpp_peer import NAME, LlamaCpp
+from random_model import random_tensor, write_tokenizer
 from results import markdown, save
 
+from compress.export.gguf import export_gguf
+from compress.options.export import GgufExportOptions
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.stacks import expert_stacks, packed_shapes, stored_tensors
 from engine.decoder.model import Decoder
@@ -38,6 +42,7 @@ from engine.passes.memory_budget import resident_memory_bytes
 ALLOWED_TIMES, ALLOWED_BEYOND = 1.05, 350_000_000
 """The factor of the stored bytes, and the bytes for interpreter and libraries, that are aimed at beside the KV cache."""
 PROMPT_TOKENS, NEW_TOKENS = 512, 64
+PEER_ROUNDS = 11
 BLOCK = 128
 COMMON = {
     "vocab_size": 8192,
@@ -173,6 +178,26 @@ def speed(model: str, rounds: str) -> dict[str, Any]:
     return {name: every[1:] for name, every in seconds.items()}
 
 
+@torch.inference_mode()
+def beside_peer(model: Path, rounds: int, python: str) -> dict[str, Any]:
+    """Return tokens per second of ours and of llama.cpp, one text of so many tokens after the other, in turns."""
+    write_tokenizer(model, COMMON["vocab_size"])
+    gguf = model.parent / "model.gguf"
+    export_gguf(GgufExportOptions(model=str(model), output=gguf, format="gguf", type="stored"))
+    engine = Engine.open(model)
+    engine.prepare()
+    tokens, rates = tokens_of(engine, rounds)[0], {"own_rates": list[float](), "peer_rates": list[float]()}
+    with LlamaCpp(python, gguf, torch.get_num_threads(), 2 * rounds) as peer:
+        for _ in range(PEER_ROUNDS + 1):
+            cache, started = engine.new_cache(1, rounds), time.perf_counter()
+            for token in tokens:
+                engine.step(token[None], None, cache)
+            rates["own_rates"].append(rounds / (time.perf_counter() - started))
+            rates["peer_rates"].append(peer.rate("tg", rounds))
+        about = peer.about
+    return {"peer": about} | {name: every[1:] for name, every in rates.items()}
+
+
 PARTS = {part.__name__: part for part in (speed, memory)}
 """The first process compiles the kernels, which takes memory that a later one does not need."""
 
@@ -193,9 +218,17 @@ def table(figures: dict[str, Any]) -> str:
         ratios = [wide / own for own, wide in zip(row["seconds"], row["bfloat16_seconds"], strict=True)]
         sizes = (row["stored_bytes"], row["opened_bytes"], row["resident_memory_bytes"], aim)
         size = (f"{each / 1e6:,.0f}" for each in sizes)
-        rows.append([row["model"], f"{row['parameters'] / 1e9:.2f}", *size, f"{statistics.median(ratios):.2f}"])
+        beside = ratio_and_range(row["own_rates"], row["peer_rates"]) if "peer" in row else ""
+        rows.append([row["model"], f"{row['parameters'] / 1e9:.2f}", *size, f"{statistics.median(ratios):.2f}", beside])
     aimed = f"{figures['allowed_times']} × stored + KV cache + {figures['allowed_beyond'] / 1e6:.0f}"
-    return markdown(["MB", "B parameters", "stored", "after loading", "resident", aimed, "speed / bfloat16"], rows)
+    header = ["MB", "B parameters", "stored", "after loading", "resident", aimed, "speed / bfloat16", f"speed / {NAME}"]
+    return markdown(header, rows)
+
+
+def ratio_and_range(own: list[float], others: list[float]) -> str:
+    """Return the median of the ratios of paired rounds, with the lowest and the highest."""
+    ratios = sorted(mine / other for mine, other in zip(own, others, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 TABLES = {"packed_floats": table}
@@ -205,6 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=40, help="tokens of which the speed is measured")
+    parser.add_argument("--peer-python", help="Python that has llama-cpp-python; without it, llama.cpp is left out")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
@@ -217,6 +251,8 @@ def main() -> None:
             model = Path(temporary) / "model"
             write_packed_model(model, COMMON | own | {"num_hidden_layers": arguments.layers})
             figures = {key: value for part in PARTS for key, value in measured(part, model, arguments.rounds).items()}
+            if arguments.peer_python and own["quantization_config"]["quant_method"] == "mxfp4":
+                figures |= beside_peer(model, arguments.rounds, arguments.peer_python)
             rows.append({"model": name} | figures)
     save("packed_floats", {"allowed_times": ALLOWED_TIMES, "allowed_beyond": ALLOWED_BEYOND, "rows": rows})
 

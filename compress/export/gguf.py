@@ -21,11 +21,12 @@ from engine.checkpoint.gguf.imatrix_file import write_imatrix
 from engine.checkpoint.gguf.vocabulary import tokenizer_metadata, without_tokenizer
 from engine.checkpoint.gguf.writer import GgufRoundedCheckpoint, write_gguf
 from engine.checkpoint.model_directory import resolve
+from engine.checkpoint.stored_views import MXFP4
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
 from engine.errors import CompressError, ExportError, UnsupportedError
 from engine.families.gguf.description import Description, described
-from engine.families.gguf.mixes import ALIASES, WRITTEN_TYPES, WrittenType, tensor_types, types_by_bits
+from engine.families.gguf.mixes import ALIASES, WRITTEN_TYPES, WrittenType, tensor_types, types_by_form
 from engine.files.gguf_file import SUFFIX, check_name
 from engine.files.gguf_types import BlockType
 from engine.files.json_file import replacing
@@ -100,14 +101,14 @@ def _types(
     if options.type != STORED:
         written = WRITTEN_TYPES[ALIASES.get(options.type, options.type)]
         return tensor_types(description, written), written
-    if not checkpoint.schemes_used:
-        raise UnsupportedError("has no low-bit weights, whose types --type stored would take; give another --type")
 
-    def bits_of(source: str) -> int | None:
+    def form_of(source: str) -> int | str | None:
         scheme = checkpoint.scheme(source)
-        return None if scheme is None else scheme.bits
+        return scheme.bits if scheme is not None else MXFP4 if checkpoint.is_packed(source) else None
 
-    return types_by_bits(description, bits_of)
+    if all(form_of(source) is None for tensor in description.tensors for source in tensor.sources):
+        raise UnsupportedError("has no low-bit weights, whose types --type stored would take; give another --type")
+    return types_by_form(description, form_of)
 
 
 class _Inputs(NamedTuple):

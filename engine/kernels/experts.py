@@ -18,6 +18,7 @@ from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
 from engine.kernels.products import MATRIX, block_rows, row_bytes, row_scale_bytes, vector_bytes
+from engine.kernels.stored.float_types import FLOATS_OF_MATRIX, WHOLE_ROWS, floats_of_matrix_at
 from engine.kernels.stored.forms import form_at, form_of, scales_of
 
 EXPERT = np.dtype(
@@ -72,6 +73,7 @@ EXPERTS = np.dtype(
 )
 """Arguments of the sum of the chosen experts' outputs, for some tokens."""
 experts_at = record_at(EXPERTS)
+_RECORD_WORDS = FLOATS_OF_MATRIX.itemsize // 8
 NO_GATE = np.float32(-2.0)
 """The limit of experts without a gate."""
 
@@ -246,6 +248,42 @@ def _multiply(form_address: Any, matrix: Any, first: Any, given: Any) -> None:
     call(form.multiply, (values, scales + first * row_scale_bytes(inputs, form.group), form.group, *given))
 
 
+@inline
+def _rows_alternate(form: Any, own: Any, inputs: Any) -> Any:
+    """Return whether the rows of gate and up lie in turns, as packed floats of GPT-OSS do."""
+    if form.group != WHOLE_ROWS or form.by_matrix or own.gate.values == 0:
+        return False
+    gate, up, size = floats_of_matrix_at(own.gate.scales), floats_of_matrix_at(own.up.scales), row_bytes(inputs, form)
+    apart = abs(own.up.values - own.gate.values) == size and gate.row == up.row == 2 * size
+    return (
+        apart and gate.scaled_rows == up.scaled_rows == 1 and gate.divisor == up.divisor and gate.scale_row == up.scale_row
+    )
+
+
+@helper
+def _multiply_both(form: Any, own: Any, first: Any, given: Any, results: Any) -> None:
+    """Multiply alternating rows of gate and up as one matrix: memory is read in order, and every line of it once.
+
+    given: rows of each, inputs, prepared vectors and how many they are. results: arrays [vectors, rows] of gate and up.
+    """
+    count, inputs, x, rows = given
+    is_up_first = own.up.values < own.gate.values
+    both = own.up if is_up_first else own.gate
+    source_W = numba.carray(integers(both.scales), (_RECORD_WORDS,))
+    copied_W = source_W.copy()
+    matrix = floats_of_matrix_at(address_of(copied_W))
+    matrix.row, matrix.scale_row = matrix.row // 2, matrix.scale_row // 2
+    made = np.empty((rows, 2 * count), np.float32)
+    place = both.values + 2 * first * row_bytes(inputs, form)
+    call(form.multiply, (place, address_of(copied_W), form.group, 2 * count, inputs, x, rows, address_of(made), 2 * count))
+    gate, up = results
+    for row in range(rows):
+        for index in range(count):
+            pair = made[row, 2 * index], made[row, 2 * index + 1]
+            gate[row, index], up[row, index] = (pair[1], pair[0]) if is_up_first else pair
+    keep(copied_W)
+
+
 @helper
 def _compute_units(job: Any, expert: Any, first: Any, count: Any) -> None:
     """Compute `count` hidden units of one expert, for all its members."""
@@ -257,9 +295,12 @@ def _compute_units(job: Any, expert: Any, first: Any, count: Any) -> None:
     if form_at(job.form).own_vectors:
         x_gate = job.prepared + 2 * begin * size
         x_up = x_gate + up_vectors(job, own, rows, size)
-    if job.limit != NO_GATE:
-        _multiply(job.form, own.gate, first, (count, hidden, x_gate, rows, address_of(gate), count))
-    _multiply(job.form, own.up, first, (count, hidden, x_up, rows, address_of(up), count))
+    if _rows_alternate(form_at(job.form), own, hidden):
+        _multiply_both(form_at(job.form), own, first, (count, hidden, x_gate, rows), (gate, up))
+    else:
+        if job.limit != NO_GATE:
+            _multiply(job.form, own.gate, first, (count, hidden, x_gate, rows, address_of(gate), count))
+        _multiply(job.form, own.up, first, (count, hidden, x_up, rows, address_of(up), count))
     if own.gate_bias != 0:
         _add_bias(own.gate_bias, first, count, gate)
         _add_bias(own.up_bias, first, count, up)

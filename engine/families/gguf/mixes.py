@@ -128,36 +128,41 @@ def tensor_types(description: Description, written: WrittenType) -> dict[str, Bl
     return {tensor.name: mix.type_of(tensor) for tensor in description.tensors}
 
 
-_BY_BITS = {2: "Q2_K", 3: "Q3_K", 4: "Q4_0", 8: "Q8_0"}
-"""The type of matrices of packed integers, by their bits."""
+_BY_FORM = {2: "Q2_K", 3: "Q3_K", 4: "Q4_0", 8: "Q8_0", "MXFP4": "MXFP4"}
+"""The type of matrices of packed integers, by their bits, and of packed floats, by their name."""
+_PACKED_FLOATS = WrittenType("MXFP4", 38)
+"""A file whose experts are packed floats. It is written of such experts only."""
 
 
-def types_by_bits(
-    description: Description, bits_of: Callable[[str], int | None]
+def types_by_form(
+    description: Description, form_of: Callable[[str], int | str | None]
 ) -> tuple[dict[str, BlockType], WrittenType]:
-    """Return the type of every tensor of a file, each matrix in the type of its own bits, and that of most numbers.
+    """Return the type of every tensor of a file, each matrix in the type of its own form, and that of most numbers.
 
-    bits_of: returns the bits of a source tensor's packed integers; None for one that is not packed, which becomes bf16.
-    Raises UnsupportedError for experts of one stack with different bits, because a stack has one type.
+    form_of: returns the bits of a source tensor's packed integers, or the name of its packed floats; None for one that is
+    not packed, which becomes bf16. Raises UnsupportedError for experts of one stack in different forms, because a stack has
+    one type.
     """
     types, numbers = tensor_types(description, WRITTEN_TYPES["bf16"]), Counter[str]()
     for tensor in description.tensors:
-        found = {bits_of(source) for source in tensor.sources}
+        found = {form_of(source) for source in tensor.sources}
         if len(found) > 1:
-            said = " and ".join("bf16" if bits is None else f"{bits} bits" for bits in sorted(found, key=str))
+            said = " and ".join(
+                f"{form} bits" if isinstance(form, int) else form or "bf16" for form in sorted(found, key=str)
+            )
             raise UnsupportedError(
                 f"{tensor.name} stacks matrices of {said}, and a stack has one type in a GGUF file; take --type q4_k_m or "
                 "another type for all, or give each projection of a layer one width"
             )
-        bits = found.pop() if found else None
-        if bits is not None and types[tensor.name].element is not None:
-            kind = _BY_NAME[_BY_BITS[bits]]
+        form = found.pop() if found else None
+        if form is not None and types[tensor.name].element is not None:
+            kind = _BY_NAME[_BY_FORM[form]]
             if tensor.shape[-1] % kind.numbers:
                 kind = _BY_NAME[_NARROWER.get(kind.name, kind.name)]
             types[tensor.name] = _BY_NAME["F16"] if tensor.shape[-1] % kind.numbers else kind
         numbers[types[tensor.name].name] += math.prod(tensor.shape)
     usual = next(name for name, _ in numbers.most_common())
-    return types, next(written for written in WRITTEN_TYPES.values() if written.matrices == usual)
+    return types, next(written for written in (*WRITTEN_TYPES.values(), _PACKED_FLOATS) if written.matrices == usual)
 
 
 class _Mix:

@@ -50,7 +50,7 @@ from engine.kernels.stored.float_types import (
 )
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
 
-_AHEAD = 8192
+_AHEAD = 2048
 """Prefetch distance in bytes."""
 _SUMS = 2
 """Number of registers that accumulate one product, so that additions do not wait for each other."""

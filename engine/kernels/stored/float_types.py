@@ -17,6 +17,7 @@ import numpy as np
 from llvmlite import ir
 
 from engine.kernels.compiler.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, INTS, LANES, SHORT
+from engine.kernels.compiler.memory import record_at
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, SHIFTS_BYTES
 from engine.kernels.stored.block_types import every, joined, taken
 
@@ -39,6 +40,7 @@ FLOATS_OF_MATRIX = np.dtype(
     ]
 )
 """Where the numbers and scales of a matrix lie."""
+floats_of_matrix_at = record_at(FLOATS_OF_MATRIX)
 WHOLE_ROWS = 1 << 40
 """The group size in the form of packed floats, so large that callers take no steps along the scales."""
 WHOLE_SHIFT = 62

@@ -14,6 +14,7 @@ from artifacts_for_tests import make_pruned, make_workplace
 from click.testing import CliRunner
 from conftest import others_slow, save_reference
 from family_matrix import own_logits
+from float_models_for_tests import save_mxfp4
 from gguf_for_tests import write_gguf
 from gguf_models_for_tests import ARCHITECTURES, FURTHER_SIZES, QUICK, gguf_metadata, gguf_tensors
 from safetensors.torch import load_file, save_file
@@ -360,6 +361,20 @@ def test_matrices_are_written_in_the_types_of_their_bits(size: int, types: tuple
         one, other = (each.tensor(name, torch.float32) for each in (back, mixed))
         assert float((one - other).norm() / other.norm()) < most
     assert figures["type"] == "stored"
+
+
+def test_packed_floats_keep_their_numbers(tmp_path: Path) -> None:
+    """GPT-OSS as published: blocks of MXFP4 hold the same numbers in both files, and everything else is bf16 or wider."""
+    save_mxfp4(tmp_path / "model")
+    source = Checkpoint(tmp_path / "model")
+    figures = export_gguf(GgufExportOptions(model=str(source.directory), output=tmp_path / "m.gguf", type="stored"))
+    packed = {name for name, tensor in GgufFile(tmp_path / "m.gguf").tensors.items() if tensor.type.name == "MXFP4"}
+    assert packed == {f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(2) for part in ("gate", "up", "down")}
+    assert figures["tensors_by_type"].keys() == {"MXFP4", "BF16", "F32"}
+    back = Checkpoint(tmp_path / "m.gguf")
+    for part in (GATE, UP, DOWN):
+        name = expert_tensor(source.config.architecture, 1, 2, part)
+        assert torch.equal(back.tensor(name, torch.float32), source.tensor(name, torch.float32))
 
 
 def test_a_stack_of_several_widths_is_refused_with_what_works(tmp_path: Path) -> None:

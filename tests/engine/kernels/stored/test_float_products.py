@@ -221,6 +221,30 @@ def test_experts_are_multiplied_as_stored(kinds: tuple[str | int, ...]) -> None:
                 assert alone is not None and torch.equal(alone[0], y[row])
 
 
+@pytest.mark.parametrize("kind", ["MXFP4", "NVFP4"])
+@pytest.mark.parametrize("up_first", [False, True])
+def test_rows_of_gate_and_up_in_turns_are_multiplied_as_apart(kind: str, up_first: bool) -> None:
+    """To the bit: as GPT-OSS stores them, and each matrix alone. Blocks of units begin and end within an expert."""
+    width, inputs = 96, 320
+    apart, in_turns = list[Expert](), list[Expert]()
+    for seed in range(3):
+        stack, down = weight_of(kind, 2 * width, inputs, seed), weight_of(kind, inputs, width, seed + 10)
+        views = [
+            made(stack.values_OB[start::2], stack.scales_PQ[start::2], kind, inputs, divisor=stack.divisor)
+            for start in ((1, 0) if up_first else (0, 1))
+        ]
+        copies = [
+            made(view.values_OB.contiguous(), view.scales_PQ.contiguous(), kind, inputs, divisor=view.divisor)
+            for view in views
+        ]
+        in_turns.append(Expert(*views, down))
+        apart.append(Expert(*copies, down))
+    x, shares = torch.randn(5, inputs).bfloat16() / 8, torch.rand(5, 2)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(5)])
+    found = [CompiledExperts()(x, own, Selection(chosen, shares), choice=DECODING) for own in (in_turns, apart)]
+    assert found[0] is not None and found[1] is not None and torch.equal(*found)
+
+
 def test_matrices_of_several_types_share_no_call() -> None:
     x, weights = torch.randn(3, 256).bfloat16(), [weight_of(kind, 8, 256) for kind in FLOAT_TYPES]
     assert kernel_form(kernels, weights) is None
