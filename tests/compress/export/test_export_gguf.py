@@ -366,10 +366,12 @@ def test_matrices_are_written_in_the_types_of_their_bits(size: int, types: tuple
 def test_packed_floats_keep_their_numbers(tmp_path: Path) -> None:
     """GPT-OSS as published: blocks of MXFP4 hold the same numbers in both files, and everything else is bf16 or wider."""
     save_mxfp4(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"swiglu_limit": 7.0}))
     source = Checkpoint(tmp_path / "model")
     figures = export_gguf(GgufExportOptions(model=str(source.directory), output=tmp_path / "m.gguf", type="stored"))
     packed = {name for name, tensor in GgufFile(tmp_path / "m.gguf").tensors.items() if tensor.type.name == "MXFP4"}
-    assert packed == {f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(2) for part in ("gate", "up", "down")}
+    assert packed == {f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(3) for part in ("gate", "up", "down")}
     assert figures["tensors_by_type"].keys() == {"MXFP4", "BF16", "F32"}
     back = Checkpoint(tmp_path / "m.gguf")
     for part in (GATE, UP, DOWN):
