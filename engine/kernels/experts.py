@@ -250,7 +250,7 @@ def _multiply(form_address: Any, matrix: Any, first: Any, given: Any) -> None:
 
 @inline
 def _rows_alternate(form: Any, own: Any, inputs: Any) -> Any:
-    """Return whether the rows of gate and up lie in turns, as packed floats of GPT-OSS do."""
+    """Return whether the rows of gate and up lie in turns, as those of published stacks of packed floats do."""
     if form.group != WHOLE_ROWS or form.by_matrix or own.gate.values == 0:
         return False
     gate, up, size = floats_of_matrix_at(own.gate.scales), floats_of_matrix_at(own.up.scales), row_bytes(inputs, form)

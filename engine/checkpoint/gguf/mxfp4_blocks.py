@@ -1,6 +1,6 @@
 """Numbers rounded to GGUF's MXFP4: blocks of 32 numbers in E2M1 that share a power of two.
 
-Numbers that are in MXFP4 already, as GPT-OSS is published in, keep their values: the scale of a block follows from its
+Numbers that are in MXFP4 already keep their values: the scale of a block follows from its
 largest number alone, and every number of E2M1 is one at half or a quarter of the scale too, if the largest of them allows
 that scale.
 """
