@@ -30,7 +30,7 @@ from engine.kernels.linear import plain
 
 _VERSION_KEY, _QUANTIZATION_VERSION = "general.quantization_version", 2
 _BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-"""Quantized types that the package `gguf` writes. It can write MXFP4 too, in a hundred times the time."""
+"""Quantized types that the package `gguf` writes. MXFP4, which it can write too, is written here."""
 NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
 """All columns count equally."""
 
