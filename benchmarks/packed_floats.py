@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from llama_cpp_peer import NAME, LlamaCpp
 from random_model import random_tensor, write_tokenizer
-from results import markdown, save
+from results import markdown, save, times
 
 from compress.export.gguf import export_gguf
 from compress.options.export import GgufExportOptions
@@ -43,6 +43,7 @@ ALLOWED_TIMES, ALLOWED_BEYOND = 1.05, 350_000_000
 """The factor of the stored bytes, and the bytes for interpreter and libraries, that are aimed at beside the KV cache."""
 PROMPT_TOKENS, NEW_TOKENS = 512, 64
 PEER_ROUNDS = 11
+"""Texts that both decode in turns, after one that is not counted."""
 BLOCK = 128
 COMMON = {
     "vocab_size": 8192,
@@ -218,17 +219,16 @@ def table(figures: dict[str, Any]) -> str:
         ratios = [wide / own for own, wide in zip(row["seconds"], row["bfloat16_seconds"], strict=True)]
         sizes = (row["stored_bytes"], row["opened_bytes"], row["resident_memory_bytes"], aim)
         size = (f"{each / 1e6:,.0f}" for each in sizes)
-        beside = ratio_and_range(row["own_rates"], row["peer_rates"]) if "peer" in row else ""
+        beside = beside_text(row["own_rates"], row["peer_rates"]) if "peer" in row else ""
         rows.append([row["model"], f"{row['parameters'] / 1e9:.2f}", *size, f"{statistics.median(ratios):.2f}", beside])
     aimed = f"{figures['allowed_times']} × stored + KV cache + {figures['allowed_beyond'] / 1e6:.0f}"
     header = ["MB", "B parameters", "stored", "after loading", "resident", aimed, "speed / bfloat16", f"speed / {NAME}"]
     return markdown(header, rows)
 
 
-def ratio_and_range(own: list[float], others: list[float]) -> str:
-    """Return the median of the ratios of paired rounds, with the lowest and the highest."""
-    ratios = sorted(mine / other for mine, other in zip(own, others, strict=True))
-    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+def beside_text(own: list[float], others: list[float]) -> str:
+    """Return the median of the ratios of paired rounds, with their range."""
+    return times(statistics.median(mine / other for mine, other in zip(own, others, strict=True)), own, others)
 
 
 TABLES = {"packed_floats": table}

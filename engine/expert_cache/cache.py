@@ -187,24 +187,10 @@ class ExpertCache:
             figures.replaced, figures.left_out = figures.replaced + changed.replaced, figures.left_out + changed.left_out
         self._wanted = wanted = {(layer, number): None for number in numbers_of(chosen_TS)}
         missing = [key for key in wanted if key not in self._resident]
-        late = [key for key in missing if key in self._loading]
+        late = sum(key in self._loading for key in missing)
         came = self._account(layer, wanted, len(missing))
-        figures.late, figures.read = figures.late + len(late), figures.read + len(missing) - len(late)
-        if not missing:
-            self._price(layer, came, 0.0)
-            return
-        started = time.perf_counter()
-        for key in late:
-            self._readers.hurry(self._loading[key])
-        for key in missing:
-            if key not in self._loading and not self._begin(key, NOW, self._expected(wanted), wanted):
-                raise OptionError(
-                    f"memory-limit is {self.limit / 1e9:.2f}GB, {max(0, self.capacity) / 1e9:.2f} of it are left for "
-                    f"experts, and layer {layer} uses {len(wanted)} at once; give a higher limit, or read shorter prompts"
-                )
-        self._readers.wait([self._loading[key] for key in missing])
-        self._settle()
-        waited = time.perf_counter() - started
+        figures.late, figures.read = figures.late + late, figures.read + len(missing) - late
+        waited = self._bring(layer, missing) if missing else 0.0
         figures.waited_seconds += waited
         self._price(layer, came, waited)
 
@@ -282,6 +268,22 @@ class ExpertCache:
     def _expected(self, wanted: Container[Key]) -> Container[Key]:
         """Return the experts that should not leave: those that are wanted, on their way, or were read for a later layer."""
         return _Either(wanted, *self._ahead.values(), self._loading)
+
+    def _bring(self, layer: int, missing: Sequence[Key]) -> float:
+        """Wait for experts of the running step that are not in memory. Returns how long that took, in seconds."""
+        started, wanted = time.perf_counter(), self._wanted
+        for key in missing:
+            if key in self._loading:
+                self._readers.hurry(self._loading[key])
+        for key in missing:
+            if key not in self._loading and not self._begin(key, NOW, self._expected(wanted), wanted):
+                raise OptionError(
+                    f"memory-limit is {self.limit / 1e9:.2f}GB, {max(0, self.capacity) / 1e9:.2f} of it are left for "
+                    f"experts, and layer {layer} uses {len(wanted)} at once; give a higher limit, or read shorter prompts"
+                )
+        self._readers.wait([self._loading[key] for key in missing])
+        self._settle()
+        return time.perf_counter() - started
 
     def _begin(self, key: Key, urgency: int, *pinned: Container[Key]) -> bool:
         """Make room and begin to read an expert. Returns False if nothing may leave for it.

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.files.mapped_file import MappedFile
+from engine.passes.heap import of_libc
 
 PAGE = max(4096, mmap.PAGESIZE)
 """Bytes of a page. Direct I/O takes offsets, addresses and lengths that are multiples of it on every usual disk."""
@@ -160,9 +161,8 @@ def _whole_pages(extent: Extent) -> tuple[int, int]:
 @cache
 def _mremap() -> Callable[..., int] | None:
     """Return Linux's function that moves pages, or None."""
-    try:
-        found: Any = ctypes.CDLL(None).mremap
-    except (AttributeError, OSError, TypeError):
+    found = of_libc("mremap")
+    if found is None:
         return None
     found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     found.restype = ctypes.c_void_p

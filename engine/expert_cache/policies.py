@@ -181,8 +181,8 @@ class Worth:
         self._estimates_LN = np.zeros((0, 0))
         """Estimates of experts in memory, and infinity elsewhere, but for the rows in `_stale`."""
         self._stale: set[int] = set()
-        self._ranked: list[tuple[Key, tuple[int, int]]] = []
-        """Experts with their places in the arrays, in the order in which they leave."""
+        self._ranked: list[tuple[int, int]] = []
+        """Places of experts in the arrays, in the order in which they leave."""
         self._highest = 0.0
         """The highest estimate among them when they were ranked."""
         self._prices_L = np.ones(0)
@@ -234,7 +234,8 @@ class Worth:
 
     def victim(self, pinned: Container[Key] = NOTHING) -> Key | None:
         """Return the expert with the lowest estimate."""
-        for key, place in self._ranked:
+        for place in self._ranked:
+            key = self._layers[place[0]], place[1]
             if self._is_resident_LN[place] and key not in pinned and self._worth_at(place) <= self._highest:
                 return key
         found = self._lowest(pinned)
@@ -246,9 +247,9 @@ class Worth:
         count = min(MOST_RANKED, int(self._is_resident_LN.sum()) // _RESIDENT_FOR_ONE_RANKED)
         self._ranked = []
         if count > 1:
-            places = np.argpartition(self._estimates_LN, count, axis=None)[:count].tolist()
-            self._ranked = [((self._layers[at[0]], at[1]), at) for at in self._in_order(places)]
-            self._highest = max(self._worth_at(at) for _, at in self._ranked)
+            self._estimate()
+            self._ranked = self._in_order(np.argpartition(self._estimates_LN, count, axis=None)[:count].tolist())
+            self._highest = self._worth_at(self._ranked[-1])
 
     def _lowest(self, pinned: Container[Key]) -> Key | None:
         """Return the expert with the lowest estimate of all that are not pinned."""
@@ -264,7 +265,6 @@ class Worth:
                 self._estimates_LN[row, number] = np.inf
                 passed.append((row, number))
         self._stale.update(row for row, _ in passed)
-        self._estimate()
         return found
 
     def worth(self, key: Key) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h."""
@@ -16,7 +16,7 @@ def give_back() -> None:
     glibc keeps freed blocks below 32 MB. A pass over layers whose experts get varying numbers of tokens leaves holes
     between the blocks in use, so resident memory would grow from layer to layer.
     """
-    if (trim := _of_libc("malloc_trim")) is not None:
+    if (trim := of_libc("malloc_trim")) is not None:
         trim(0)
 
 
@@ -25,14 +25,15 @@ def give_back_large() -> None:
 
     This is for code that repeatedly holds large tensors for a short time and has no suitable point to call `give_back`.
     """
-    if (set_option := _of_libc("mallopt")) is not None:
+    if (set_option := of_libc("mallopt")) is not None:
         set_option(_MMAP_THRESHOLD, 1 << 20)
 
 
 @cache
-def _of_libc(name: str) -> Callable[..., int] | None:
+def of_libc(name: str) -> Any | None:
+    """Return a function of the C library; None where it has none of this name."""
     try:
-        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
+        found: Any = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
     return found

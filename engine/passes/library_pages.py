@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from engine.passes.heap import of_libc
+
 _MAPS = Path("/proc/self/smaps")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 """The first line of a mapping: its addresses, what it allows, and the number of its file, 0 for none."""
@@ -21,8 +23,9 @@ def release_library_pages() -> None:
     """
     try:
         lines = _MAPS.read_text().splitlines()
-        advise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError, TypeError):
+    except OSError:
+        return
+    if (advise := of_libc("madvise")) is None:
         return
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for begin, end in code_ranges(lines):

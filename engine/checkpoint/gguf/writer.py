@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf.model import joined, paired, separated
-from engine.checkpoint.gguf.mxfp4_blocks import MXFP4, rounded_to_mxfp4
 from engine.checkpoint.gguf.rounding import K_TYPES, rounded_to_k
 from engine.errors import UnsupportedError
 from engine.families.gguf.description import Description
@@ -29,8 +28,8 @@ from engine.files.gguf_types import BlockType
 from engine.kernels.linear import plain
 
 _VERSION_KEY, _QUANTIZATION_VERSION = "general.quantization_version", 2
-_BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-"""Quantized types that the package `gguf` writes. MXFP4, which it can write too, is written here."""
+_BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+"""Quantized types that the package `gguf` writes."""
 NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
 """All columns count equally."""
 
@@ -88,7 +87,7 @@ def column_weights(tensor: StoredTensor, weights: Mapping[str, Tensor]) -> list[
 
 def is_written(kind: BlockType) -> bool:
     """Return whether `encoded` writes a type."""
-    return kind.element is not None or kind.name in (*_BY_PACKAGE, *K_TYPES, MXFP4)
+    return kind.element is not None or kind.name in (*_BY_PACKAGE, *K_TYPES)
 
 
 def encoded(numbers: Tensor, kind: BlockType, name: str, weights_I: Tensor | None = None) -> np.ndarray:
@@ -106,8 +105,6 @@ def encoded(numbers: Tensor, kind: BlockType, name: str, weights_I: Tensor | Non
             return rounded_to_k(numbers.reshape(-1, numbers.shape[-1]), kind, weights_I).numpy()
         except UnsupportedError as error:
             raise UnsupportedError(f"{name} {error}") from error
-    if kind.name == MXFP4 and bool(numbers.isfinite().all()):
-        return rounded_to_mxfp4(numbers.reshape(-1, numbers.shape[-1])).numpy()
     import gguf
 
     number = gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name])

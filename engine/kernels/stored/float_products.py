@@ -50,8 +50,8 @@ from engine.kernels.stored.float_types import (
 )
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
 
-_AHEAD = 2048
-"""Prefetch distance in bytes."""
+_AHEAD = {8: 8192, 4: 2048}
+"""Prefetch distance in bytes, by the bits of a weight."""
 _SUMS = 2
 """Number of registers that accumulate one product, so that additions do not wait for each other."""
 
@@ -126,7 +126,7 @@ def _row_products(
             start = builder.add(weights, parts(builder, index, kind.numbers))
             if size == kind.step:
                 for ahead in range(0, size // kind.numbers, 64):
-                    fetch(builder, builder.add(start, INDEX(_AHEAD + ahead)))
+                    fetch(builder, builder.add(start, INDEX(_AHEAD[kind.bits] + ahead)))
             scales, made = matrix.scales(own_scales, index, size), list(sums)
             open_sums: dict[tuple[int, tuple[int, ...]], Any] = {}
             for offset in range(0, size, unit):

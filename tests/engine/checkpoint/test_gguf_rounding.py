@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.checkpoint.gguf import rounding
 from engine.checkpoint.gguf.blocks import dequantized
 from engine.checkpoint.gguf.rounding import K_TYPES, rounded_to_k
+from engine.checkpoint.gguf.writer import encoded
 from engine.errors import UnsupportedError
 from engine.files.gguf_types import BLOCK_TYPES
 
@@ -123,3 +124,13 @@ def test_numbers_that_are_too_large_are_refused() -> None:
 def test_weights_without_any_input_count_equally() -> None:
     x = numbers()
     assert torch.equal(rounded_to_k(x, KINDS["Q3_K"], torch.zeros(512)), rounded_to_k(x, KINDS["Q3_K"]))
+
+
+def test_numbers_of_mxfp4_keep_their_values() -> None:
+    """Whatever the largest number of a block is."""
+    kind = KINDS["MXFP4"]
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for most in range(8):
+        numbers = sizes[torch.arange(32) % (most + 1)] * torch.tensor([1.0, -1.0] * 16) * 2.0**-9
+        blocks = torch.from_numpy(encoded(numbers[None], kind, "a matrix"))
+        assert torch.equal(dequantized(blocks, kind), numbers[None])
