@@ -1,17 +1,22 @@
 """`compress fit` beside every other way to a smaller model, at equal bytes: perplexity and divergence on held-out text.
 
-    python benchmarks/fit.py [--model demo] [--windows 256] [--rows TITLE …]
+    python benchmarks/fit.py [--model demo] [--windows 256] [--rows TITLE …] [--llama-quantize PROGRAM]
 
 Each way makes a model of its own size, and `compress fit` is then given the size of its weight files. Everything is
 calibrated on the training documents of the demo model's text, and judged on the half of the held-out documents that is for
 reports; losses are paired by document. Everything is computed in float32, so that only weights differ. Finished rows are
 kept in benchmarks/results/fit_MODEL.jsonl, and a run that was interrupted goes on with the first that is missing.
+
+llama.cpp's program `llama-quantize` makes its rows from the model as a GGUF file, with the importance matrix that `compress
+export --imatrix-output` writes from the same calibration text. Their size is that of the tensors alone. Types K and IQ need
+rows of 256 numbers; of shorter rows llama.cpp makes another type by itself. Without the program these rows are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -55,32 +60,51 @@ ROWS: dict[str, tuple[str, ...]] = {
     "2 bits, gptq": ("quantize", "--bits", "2", "--rounding", "gptq"),
 }
 """Commands by the titles of their rows, from large to small."""
+TYPES = {f"llama.cpp, {kind}": kind for kind in ("Q4_K_M", "Q3_K_M", "IQ4_XS", "Q2_K", "IQ3_XXS", "IQ2_XS")}
+"""Types of llama.cpp by the titles of their rows."""
 SAMPLES = 128
+_OTHER_TYPES = re.compile(r"(\d+) of (\d+) tensor\(s\) required fallback")
 
 
 def command(words: tuple[str, ...], model: str, output: Path, options: argparse.Namespace) -> None:
     """Run a command of this package in a process of its own."""
     shutil.rmtree(output, ignore_errors=True)
-    text = [
-        "--samples",
-        str(options.samples),
-        "--sequence-length",
-        "256",
-        "--evaluation-samples",
-        "0",
-        "--data",
-        options.data,
-    ]
+    output.unlink(missing_ok=True)
+    text = ["--samples", str(options.samples), "--sequence-length", "256", "--data", options.data]
+    text += ["--evaluation-samples", "0"] if words[0] != "export" else []
     line = [sys.executable, "-m", "cli", words[0], model, *words[1:], "-o", str(output), "--threads", "1", *text]
     subprocess.run(line, cwd=ROOT, check=True, stdout=sys.stderr)
 
 
-def measured(directory: Path, reference: Reference, tokens_SL: Tensor) -> dict[str, Any]:
+def by_llama_cpp(kind: str, model: str, place: Path, options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """Return the file that llama.cpp makes, its version, and how many of how many tensors have another type because their
+    rows are short.
+    """
+    whole, importance, output = (place / f"{name}.gguf" for name in ("whole", "importance", "way"))
+    importance.unlink(missing_ok=True)
+    command(("export", "--format", "gguf", "--type", "bf16", "--imatrix-output", str(importance)), model, whole, options)
+    line = [options.llama_quantize, "--imatrix", str(importance), str(whole), str(output), kind, "1"]
+    done = subprocess.run(line, check=True, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    (version,) = re.findall(r"^version: (.*)$", said, re.MULTILINE)
+    return output, {"version": version, "other_types": [int(each) for pair in _OTHER_TYPES.findall(said) for each in pair]}
+
+
+def stored_bytes(model: Path) -> int:
+    """Return the bytes of a directory's weight files, or of the tensors of a GGUF file."""
+    if model.is_dir():
+        return weight_file_bytes(model)
+    import gguf
+
+    return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(str(model)).tensors)
+
+
+def measured(model: Path, reference: Reference, tokens_SL: Tensor) -> dict[str, Any]:
     """Return the size of a model, its losses on every window and its divergence."""
-    own = Checkpoint(directory)
+    own = Checkpoint(model)
     found = losses(own, tokens_SL, dtype=torch.float32)
     return {
-        "bytes": weight_file_bytes(directory),
+        "bytes": stored_bytes(model),
         "losses": [round(loss, 4) for loss in found.summed_S.tolist()],
         "divergence": reference.divergence(own),
     }
@@ -97,8 +121,12 @@ def one(
     """Return a row: the way's result, and that of `compress fit` of the same size. fitted: those that are known, by size."""
     place = BUILD / "fit"
     place.mkdir(parents=True, exist_ok=True)
-    command(ROWS[title], model, place / "way", options)
-    row: dict[str, Any] = {"title": title, "way": measured(place / "way", reference, tokens_SL)}
+    path, about = place / "way", dict[str, Any]()
+    if title in TYPES:
+        path, about = by_llama_cpp(TYPES[title], model, place, options)
+    else:
+        command(ROWS[title], model, path, options)
+    row: dict[str, Any] = {"title": title, "way": measured(path, reference, tokens_SL) | about}
     size = row["way"]["bytes"]
     if size not in fitted:
         command(("fit", "--target-size", str(size)), model, place / "fitted", options)
@@ -111,7 +139,8 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(MODELS), default="demo")
     parser.add_argument("--windows", type=int, default=256, help="held-out windows of 256 tokens")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="calibration sequences")
-    parser.add_argument("--rows", nargs="*", default=[*ROWS], choices=[*ROWS], help="titles of rows; all by default")
+    parser.add_argument("--rows", nargs="*", choices=[*ROWS, *TYPES], help="titles of rows; all by default")
+    parser.add_argument("--llama-quantize", default=shutil.which("llama-quantize"), help="this program of llama.cpp")
     parser.add_argument("--data", default="stdlib")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,11 +153,12 @@ def main() -> None:
     fitted = {row["way"]["bytes"]: row["fit"] for row in known.values()}
     with Reference(source, tokens_SL, torch.float32) as reference:
         full = [round(loss, 4) for loss in losses(source, tokens_SL, dtype=torch.float32).summed_S.tolist()]
-        for title in options.rows:
+        for title in options.rows or [*ROWS, *(TYPES if options.llama_quantize else ())]:
             if title not in known:
                 known[title] = one(title, MODELS[options.model], reference, tokens_SL, options, fitted) | {"key": key}
                 remember(done, known[title])
                 print(json.dumps({title: {k: known[title][k]["divergence"] for k in ("way", "fit")}}), file=sys.stderr)
+    versions = {row["way"]["version"] for row in known.values() if "version" in row["way"]}
     save(
         name,
         {
@@ -140,6 +170,7 @@ def main() -> None:
             "full": full,
             "rows": [{key: row[key] for key in ("title", "way", "fit")} for row in known.values()],
         },
+        {"llama.cpp": {"version": ", ".join(sorted(versions))}} if versions else {},
     )
     done.unlink(missing_ok=True)
 
@@ -173,8 +204,16 @@ def table(figures: dict[str, Any]) -> str:
     about = (
         f"{count} × {length} tokens of held-out documents; the model has {figures['bytes'] / 1e6:.1f} MB. Ratios are "
         "perplexities over the model's; KL is from its predictions, in thousandths of a nat per token. The last column is "
-        "the perplexity of `fit` over that of the row, at the row's size, with its interval of 95 %, paired by document.\n\n"
+        "the perplexity of `fit` over that of the row, at the row's size, with its interval of 95 %, paired by document."
     )
+    shares = [own for row in figures["rows"] if (own := row["way"].get("other_types"))]
+    if shares:
+        least = min(shares)
+        about += (
+            f" llama.cpp's rows have its importance matrix; rows of numbers too short for their type gave at "
+            f"least {least[0]} of {least[1]} tensors another type."
+        )
+    about += "\n\n"
     head = ["", "MB", "ratio", "KL", "`fit`: ratio", "KL", "`fit` over the row"]
     return about + markdown(head, cells)
 

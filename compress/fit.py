@@ -1,7 +1,7 @@
 """`compress fit`: the best model within a size: which hidden units and experts go, and how many bits the others get.
 
 1. A pass with gradients and one with moments score the hidden units (compress/methods/unit_obs.py), and one pass rounds
-   every expert to every width (compress/fitting/rounding_costs.py). The cost of rounding all other matrices is measured.
+   every expert to every width (compress/fitting/rounding_costs.py). The cost of rounding the other matrices is measured.
 2. The options are chosen by a knapsack (compress/fitting/choices.py).
 3. The choice is carried out, and its divergence from the model is measured: without and with rounding, of all layers and of
    a few at a time (compress/fitting/measured.py). That corrects the costs, and a second choice is made and measured.
@@ -27,12 +27,12 @@ from compress.fitting.measured import Measuring, corrections_of
 from compress.fitting.statistics import FitRun, memory_demand, table_of, unit_costs
 from compress.methods.inputs import Prunable
 from compress.options.fit import FitOptions
-from compress.options.quantize import QuantiserOptions
 from compress.plans.selection import Budget, least_experts
 from compress.plans.unit_selection import fitting_multiple
 from compress.report.columns import size as in_bytes
 from compress.report.figures import FitFigures, FrontierPoint
 from compress.report.pictures import Picture, draw_frontier
+from compress.rounding.mixed_widths import everything_rounded
 from compress.run.claims import claims_output
 from compress.run.job import Made, Run, check_plain, check_weights, open_mixture, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
@@ -90,7 +90,7 @@ def prepare_fitting(options: FitOptions) -> Prunable:
 def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
     """Return the multiple of hidden units. Raises OptionError where groups do not fill the rows of every matrix."""
     for bits in options.low_bits:
-        QuantiserOptions(bits, options.group_size).check(checkpoint.config)
+        everything_rounded(checkpoint.config, bits, options.group_size).check(checkpoint.config)
 
     def fits(inputs: int) -> bool:
         return all(Scheme(bits, options.group_size).fits(inputs) for bits in options.low_bits)

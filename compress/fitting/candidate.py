@@ -9,19 +9,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
 
 from compress.fitting.costs import OTHERS, Item, Option
 from compress.methods.inputs import MethodRun
-from compress.options.quantize import GPTQ
+from compress.options.quantize import EMBEDDING, GPTQ, HEAD
 from compress.plans.apply import apply
 from compress.plans.plan import Plan, same_plan
 from compress.plans.unit_selection import units_plan
 from compress.refit.closed_form import Refitted, refitted
 from compress.rounding.feedback_pass import round_layers
-from compress.rounding.mixed_widths import MixedWidths, other_matrices
+from compress.rounding.mixed_widths import MixedWidths, kinds_of_others
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.families.config import DecoderConfig
@@ -54,11 +55,11 @@ def choice_of(
     scores: by which hidden units stay, [F] for each expert, by layer.
     """
     kept: dict[int, list[list[int]]] = {layer: [[] for _ in own] for layer, own in scores.items()}
-    others, bits = other_matrices(config), dict[str, int]()
+    kinds, bits = [*kinds_of_others(config).values(), []], dict[str, int]()  # the last item is never rounded
     staying = dict.fromkeys(kept, 0)
     for item, option in zip(items, options, strict=True):
         if item.layer == OTHERS:
-            bits |= dict.fromkeys(others, option.readers)
+            bits |= dict.fromkeys(kinds[item.number], option.readers)
         elif option.units:
             order_F = scores[item.layer][item.number].argsort(descending=True, stable=True)
             kept[item.layer][item.number] = sorted(order_F[: option.units].tolist())
@@ -69,7 +70,7 @@ def choice_of(
                 bits[name] = option.down if part == DOWN else option.readers
     plan = units_plan(kept, config.ffn_widths(), config.common_widths)
     rounded = {name: own for name, own in bits.items() if own != PLAIN_BITS}
-    return Choice(plan, rounded, frozenset(others), plan != same_plan(config.experts_by_layer))
+    return Choice(plan, rounded, frozenset(chain.from_iterable(kinds)), plan != same_plan(config.experts_by_layer))
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,15 @@ def carried_out(run: MethodRun, choice: Choice, group_size: int) -> Candidate:
 
 def rounding_of(choice: Choice, group_size: int) -> MixedWidths:
     """Return the options that round the matrices of a choice, of which some have low bits."""
-    has_others = not choice.bits.keys().isdisjoint(choice.others)
-    return MixedWidths(min(choice.bits.values()), group_size, experts_only=not has_others, by_name=choice.bits)
+    bits = choice.bits
+    has_others = not bits.keys().isdisjoint(choice.others - {EMBEDDING, HEAD})
+    return MixedWidths(
+        *(min(bits.values()), group_size),
+        experts_only=not has_others,
+        quantize_head=HEAD in bits,
+        embedding_bits=bits.get(EMBEDDING),
+        by_name=bits,
+    )
 
 
 def _written(candidate: Candidate, source: Checkpoint, directory: Path) -> Checkpoint:

@@ -1,15 +1,15 @@
 """The table of `compress fit`: what every option of every item costs, and how large it is.
 
-An item is a routed expert or, the last one, all other matrices together (attention, dense feed-forward networks, shared
-experts). An option of an expert says how many of its hidden units stay, and the bits of its two parts. Its cost is the sum
-of
+An item is a routed expert, or the other matrices of one kind: the query projections of all layers, say, the down projections
+of shared experts, or the embedding. The last item is all that is never rounded, which has one option. An option of an expert
+says how many of its hidden units stay, and the bits of its two parts. Its cost is the sum of
 
 - the costs of the hidden units that go, each when it was removed and all others made up for it (unit_obs.py);
 - the cost of rounding each part of the expert (rounding_costs.py).
 
-The cost of rounding the other matrices is measured (divergence.py). All costs are nats per token, and predict the KL
-divergence between the predictions of the model and of the result. Interactions are left out; `Corrections` make up for them
-after a first result was measured.
+The cost of rounding the other matrices of a kind is measured (divergence.py). All costs are nats per token, and predict the
+KL divergence between the predictions of the model and of the result. Interactions are left out; `Corrections` make up for
+them after a first result was measured.
 
 Shape suffixes: I items, O options, F expert width, B widths.
 """
@@ -38,7 +38,7 @@ OTHERS = -1
 
 
 class Option(NamedTuple):
-    """One way of storing an item. For the other matrices, only `readers` counts."""
+    """One way of storing an item. For other matrices, only `readers` counts."""
 
     units: int
     """Hidden units that stay; 0 for an expert that goes."""
@@ -71,10 +71,11 @@ NOT_CORRECTED: Corrections = {}
 
 @dataclass(frozen=True)
 class Item:
-    """The options of one expert, or of the other matrices (layer OTHERS), with their costs and sizes."""
+    """The options of one expert, or of other matrices (layer OTHERS), with their costs and sizes."""
 
     layer: int
     number: int
+    """Of the expert in its layer, or of the kind of other matrices; after all kinds, what is never rounded."""
     options: list[Option]
     removal: list[float]
     """Cost of the hidden units that go, by option."""
@@ -151,7 +152,7 @@ def table(
     scores: Mapping[int, Sequence[Tensor]],
     rounding: Mapping[int, Mapping[str, Tensor]],
     shares: Mapping[int, Sequence[float]],
-    others: Mapping[int, float],
+    others: Mapping[str, Mapping[int, float]],
     *,
     multiple: int | None,
     least_experts: int,
@@ -161,8 +162,8 @@ def table(
 
     widths: the bits to choose from, below 16, in the order of `rounding`. scores: of hidden units, in nats per token, [F]
     for each expert, by layer. rounding: costs [N, B] of each part, by layer. shares: of the tokens that each expert gets.
-    others: measured cost of rounding the other matrices, by bits. multiple: of hidden units that stay; None where none may
-    go. least_experts: how many experts of a layer stay at least; those whose removal costs most cannot go. keeps_plain:
+    others: cost of rounding the other matrices of each kind, by bits. multiple: of hidden units that stay; None where none
+    may go. least_experts: how many experts of a layer stay at least; those whose removal costs most cannot go. keeps_plain:
     whether matrices may stay as they are.
     """
     plain, items = {PLAIN_BITS: 0.0} if keeps_plain else {}, []
@@ -173,14 +174,17 @@ def table(
             costs = {part: plain | _by_bits(widths, rounding[layer][part][number]) for part in PARTS}
             may_go = multiple is not None and number not in staying
             items.append(_expert(sizes, layer, number, score_F, costs, shares[layer][number], multiple, may_go=may_go))
-    known = plain | dict(others)
-    items.append(
-        Item(
-            *(OTHERS, 0, [Option(0, bits) for bits in known], [0.0] * len(known), [*known.values()]),
-            [sizes.others(bits) for bits in known],
-            [float(sizes.read_of_others(bits)) for bits in known],
+    for number, (kind, own) in enumerate(others.items()):
+        known = plain | dict(own)
+        items.append(
+            Item(
+                *(OTHERS, number, [Option(0, bits) for bits in known], [0.0] * len(known), [*known.values()]),
+                [sizes.others(kind, bits) for bits in known],
+                [sizes.read_of_others(kind, bits) for bits in known],
+            )
         )
-    )
+    fixed = sizes.never_rounded()
+    items.append(Item(OTHERS, len(others), [Option(0)], [0.0], [0.0], [fixed], [float(fixed)]))
     return Table(items)
 
 

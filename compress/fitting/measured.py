@@ -89,7 +89,7 @@ class Measuring:
                 removal = full.divergence(full.checkpoint, with_blocks_of(smaller, band, *place))
             found[band[0]] = Divergence(removal, both - removal)
         names = choice.others & choice.bits.keys()
-        others = full.divergence(full.checkpoint, with_matrices_of(result, names, *place)) if names else 0.0
+        others = full.divergence(with_matrices_of(full.checkpoint, result, names)) if names else 0.0
         return found | {OTHERS: Divergence(0.0, others)}
 
     def _predicted(self, options: Sequence[Option], corrections: Corrections) -> dict[str, Any]:

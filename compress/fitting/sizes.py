@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from compress.options.quantize import EMBEDDING
 from compress.plans.plan import same_plan
 from compress.plans.prediction_layers import kept_prediction
-from compress.rounding.mixed_widths import other_matrices
+from compress.rounding.mixed_widths import kinds_of_others
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import layout_of
 from engine.families.experts import DOWN
@@ -66,28 +68,39 @@ class Sizes:
         rows = expert_rows(config, layer)
         return found + sum(math.prod(shape) * self._dtype(name).itemsize // shape[0] for name, shape in rows.items())
 
-    def others(self, bits: int) -> int:
-        """Return the bytes of everything outside of the routed experts and their rows, with matrices of so many bits."""
+    def others(self, kind: str, bits: int) -> int:
+        """Return the bytes of the other matrices of a kind, with so many bits."""
+        shapes = expected_tensors(self.checkpoint.config)
+        found = sum(self.matrix(name, shapes[name], bits) for name in self._kinds[kind])
+        is_first = kind == next(iter(self._kinds))  # layers for multi-token prediction stay where no matrix is rounded
+        return found + self._prediction_bytes if is_first and bits == PLAIN_BITS else found
+
+    def read_of_others(self, kind: str, bits: int) -> float:
+        """Return the bytes of these that a token reads: of an embedding that is not the head too, one row."""
         config = self.checkpoint.config
-        rounded, experts = set(other_matrices(config)), routed_tensors(config)
+        is_by_row = kind == EMBEDDING and not config.tied_embeddings
+        return self.others(kind, bits) / (config.vocabulary_size if is_by_row else 1)
+
+    def never_rounded(self) -> int:
+        """Return the bytes of the files' headers and of all tensors outside of the routed experts that are no matrices of
+        a kind.
+        """
+        config, shapes = self.checkpoint.config, expected_tensors(self.checkpoint.config)
         rows = {name for layer in config.moe_layers for name in expert_rows(config, layer)}
+        elsewhere = routed_tensors(config) | rows | {name for own in self._kinds.values() for name in own}
         found = START_BYTES * (1 + self.checkpoint.bytes // DEFAULT_SHARD_BYTES)
         found += sum(self.tensor(name, *own) for name, own in self.checkpoint.derived.items())
-        if bits == PLAIN_BITS:  # layers for multi-token prediction stay where no matrix is rounded
-            whole = kept_prediction(same_plan(config.experts_by_layer), self.checkpoint)
-            found += sum(self.tensor(name, own.dtype, own.shape) for name, own in whole.items())
-        for name, shape in expected_tensors(config).items():
-            if name in rows:  # the experts have the rows themselves
-                found += self.tensor(name, self._dtype(name), (0, *shape[1:]))
-            elif name not in experts:
-                found += self.matrix(name, shape, bits if name in rounded else PLAIN_BITS)
-        return found
+        found += sum(self.tensor(name, self._dtype(name), (0, *shapes[name][1:])) for name in rows)  # experts count them
+        return found + sum(self.matrix(name, shapes[name], PLAIN_BITS) for name in shapes.keys() - elsewhere)
 
-    def read_of_others(self, bits: int) -> int:
-        """Return the bytes of these that a token reads: all but the embedding, of which it reads one row."""
-        config = self.checkpoint.config
-        embedding = 0 if config.tied_embeddings else config.vocabulary_size * config.hidden_size
-        return self.others(bits) - embedding * self._dtype("model.embed_tokens.weight").itemsize
+    @cached_property
+    def _kinds(self) -> dict[str, list[str]]:
+        return kinds_of_others(self.checkpoint.config)
+
+    @cached_property
+    def _prediction_bytes(self) -> int:
+        whole = kept_prediction(same_plan(self.checkpoint.config.experts_by_layer), self.checkpoint)
+        return sum(self.tensor(name, own.dtype, own.shape) for name, own in whole.items())
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.dtype(name) if name in self.checkpoint.shapes else self.checkpoint.model_dtype

@@ -13,7 +13,7 @@ from compress.fitting.costs import Table, table
 from compress.fitting.divergence import Reference
 from compress.fitting.rounding_costs import rounding_costs, trial_bytes
 from compress.fitting.sizes import Sizes
-from compress.fitting.substitution import rounded_layers
+from compress.fitting.substitution import rounded, squared_error
 from compress.methods.criterion import criterion_of
 from compress.methods.inputs import MethodRun, Prunable
 from compress.methods.unit_criterion import unit_directory
@@ -21,17 +21,19 @@ from compress.methods.unit_fisher import gradients_of
 from compress.methods.unit_obs import GRADIENT_SEQUENCES, obs_scores
 from compress.options.fit import FitOptions
 from compress.options.prune import PruneOptions
-from compress.options.quantize import GPTQ, QuantiserOptions
+from compress.options.quantize import GPTQ
 from compress.refit.correction import held_bytes as correction_bytes
 from compress.rounding.feedback_pass import MOMENT_BYTES_WITHIN_LIMIT
 from compress.rounding.memory import rounding_bytes
-from compress.rounding.mixed_widths import other_matrices
+from compress.rounding.mixed_widths import everything_rounded, kinds_of_others
 from compress.run.job import Run
 from compress.run.work_directory import WorkDirectory
 from engine.kernels.stored.scheme import PLAIN_BITS, Scheme
 from engine.passes.memory_need import MemoryDemand
 
 FitRun = Run[FitOptions, Prunable]
+MEASURED_BITS = 4
+"""The width of other matrices at which their cost is measured, or the nearest one to choose from."""
 
 
 def pruning_run(run: FitRun, work: WorkDirectory) -> MethodRun:
@@ -66,7 +68,7 @@ def memory_demand(options: FitOptions, prepared: Prunable) -> MemoryDemand:
         demand = demand.with_other(correction_bytes(config, (), torch.float32.itemsize))
     if not options.low_bits:
         return demand
-    quantiser = QuantiserOptions(max(options.low_bits), options.group_size)
+    quantiser = everything_rounded(config, max(options.low_bits), options.group_size)
     rounding = rounding_bytes({name: shapes[name] for name in quantiser.names(config)}, quantiser, GPTQ)
     trials = trial_bytes(config.hidden_size, config.widest_ffn(), len(options.low_bits))
     return demand.with_other(max(rounding, trials + MOMENT_BYTES_WITHIN_LIMIT))
@@ -99,30 +101,37 @@ def table_of(run: FitRun, scores: Mapping[int, Sequence[Tensor]]) -> Table:
         budget=run.memory_budget,
         progress=run.bar("costs of rounding (layers)"),
     )
-    others = run.work.once("other-matrices", lambda: _costs_of_others(run))
+    others = cast(dict[str, dict[str, float]], run.work.once("other-matrices", lambda: _costs_of_others(run)))
     budget = prepared.budget
     assert budget is not None and budget.unit_multiple is not None
     return table(
         *(Sizes(checkpoint, options.group_size), options.low_bits, scores, rounding),
         {layer: (unit_sums(directory, layer).tokens / tokens).tolist() for layer in scores},
-        {int(bits): cost for bits, cost in cast(dict[str, float], others).items()},
+        {kind: {int(bits): cost for bits, cost in own.items()} for kind, own in others.items()},
         multiple=budget.unit_multiple if options.remove_units else None,
         least_experts=budget.min_experts,
         keeps_plain=PLAIN_BITS in options.bits,
     )
 
 
-def _costs_of_others(run: FitRun) -> dict[str, float]:
-    """Return the measured divergence that rounding the other matrices to nearest costs, by bits."""
-    checkpoint = run.prepared.checkpoint
-    names = other_matrices(checkpoint.config)
-    with reference(run) as own:
-        return {
-            str(bits): own.divergence(
-                checkpoint, rounded_layers(checkpoint.config, names, Scheme(bits, run.options.group_size))
-            )
-            for bits in run.options.low_bits
-        }
+def _costs_of_others(run: FitRun) -> dict[str, dict[str, float]]:
+    """Return the divergence that rounding the other matrices of each kind to nearest costs, by bits.
+
+    It is measured at one width. A divergence is of the second order in the change of the weights, so at the other widths it
+    is as many times larger as the squared error of the weights is.
+    """
+    checkpoint, widths = run.prepared.checkpoint, run.options.low_bits
+    kinds = kinds_of_others(checkpoint.config) if widths else {}
+    schemes = {bits: Scheme(bits, run.options.group_size) for bits in widths}
+    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds_of_others(checkpoint.config)}
+    with reference(run) as full:
+        for kind, names in kinds.items():
+            errors = {bits: squared_error(checkpoint, names, scheme) for bits, scheme in schemes.items()}
+            measured = min(widths, key=lambda bits: abs(bits - MEASURED_BITS))
+            divergence = full.divergence(rounded(checkpoint, names, schemes[measured]))
+            scale = divergence / errors[measured] if errors[measured] else 0.0
+            found[kind] = {str(bits): scale * error for bits, error in errors.items()}
+    return found
 
 
 def reference(run: FitRun) -> Reference:

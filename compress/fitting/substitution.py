@@ -1,6 +1,6 @@
-"""Passes over text in which some layers, or the matrices outside of the routed experts, are those of another model.
+"""Models in which some layers, or the matrices outside of the routed experts, are those of another one.
 
-No model is written for them: each layer is changed before it runs.
+None is written for them: a tensor is changed when it is read, and a layer before it runs.
 """
 
 from __future__ import annotations
@@ -13,20 +13,53 @@ from torch import Tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
-from engine.decoder.parameters import layer_weights
-from engine.families.config import DecoderConfig
 from engine.kernels.stored.quantized_weight import quantise
 from engine.kernels.stored.scheme import Scheme
 from engine.passes.streaming import Visit
 
+ERROR_ROWS = 256
+"""Rows of a matrix whose errors stand for those of all."""
 
-def rounded_layers(config: DecoderConfig, names: Collection[str], scheme: Scheme) -> Visit:
-    """Return a visit that rounds the matrices with these names to nearest, before their layer runs."""
 
-    def rounded(name: str, weight: Tensor) -> Tensor:
-        return quantise(weight.detach().float(), *scheme, weight.dtype).dequantised(weight.dtype)
+class Substituted(Checkpoint):
+    """A model in which the tensors with some names are made anew whenever they are read."""
 
-    return _changing(config, names, rounded)
+    def __init__(self, source: Checkpoint, names: Collection[str], made: Callable[[str, Tensor], Tensor]) -> None:
+        """made: returns a new tensor, given its name and the old one."""
+        super().__init__(source.directory)
+        self._names, self._made = frozenset(names), made
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor as a plain one."""
+        own = super().tensor(name, dtype)
+        return self._made(name, own) if name in self._names else own
+
+
+def rounded(source: Checkpoint, names: Collection[str], scheme: Scheme) -> Substituted:
+    """Return a model with the matrices with these names rounded to nearest."""
+
+    def made(name: str, weight: Tensor) -> Tensor:
+        return quantise(weight.float(), *scheme, source.model_dtype).dequantised(weight.dtype)
+
+    return Substituted(source, names, made)
+
+
+def squared_error(source: Checkpoint, names: Collection[str], scheme: Scheme) -> float:
+    """Return the sum of the squared errors of matrices that are rounded to nearest, of up to ERROR_ROWS rows of each."""
+    total = 0.0
+    for name in names:
+        weight_OD = source.tensor(name)
+        every = max(1, len(weight_OD) // ERROR_ROWS)
+        rows_OD = weight_OD[::every][:ERROR_ROWS].float()
+        off_OD = quantise(rows_OD, *scheme, source.model_dtype).dequantised(torch.float32) - rows_OD
+        total += every * float(off_OD.square().sum(dtype=torch.float64))
+    source.release()
+    return total
+
+
+def with_matrices_of(source: Checkpoint, other: Checkpoint, names: Collection[str]) -> Substituted:
+    """Return a model with the matrices with these names of another one."""
+    return Substituted(source, names, lambda name, weight: other.tensor(name, weight.dtype))
 
 
 def with_blocks_of(result: Checkpoint, layers: Collection[int], dtype: torch.dtype, device: torch.device | str) -> Visit:
@@ -38,23 +71,5 @@ def with_blocks_of(result: Checkpoint, layers: Collection[int], dtype: torch.dty
             assert isinstance(block, MoeBlock) and isinstance(layer.feed_forward, MoeBlock)
             block.shared = layer.feed_forward.shared
             layer.feed_forward = block
-
-    return visit
-
-
-def with_matrices_of(result: Checkpoint, names: Collection[str], dtype: torch.dtype, device: torch.device | str) -> Visit:
-    """Return a visit that gives all layers the matrices with these names of another model."""
-    source = result.source(dtype, device)
-    return _changing(result.config, names, lambda name, _: source(name))
-
-
-def _changing(config: DecoderConfig, names: Collection[str], changed: Callable[[str, Tensor], Tensor]) -> Visit:
-    """Return a visit that changes the matrices with these names. changed: returns a new one, given its name and the old."""
-    wanted = set(names)
-
-    def visit(index: int, layer: DecoderLayer) -> None:
-        for name, weight in layer_weights(config, index, layer):
-            if name in wanted and isinstance(weight, Tensor):
-                weight.data = changed(name, weight)
 
     return visit

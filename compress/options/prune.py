@@ -206,6 +206,7 @@ class PruneOptions(JobOptions):
             bits=changed(help="Also round the remaining weights to so many bits."),
             experts_only=left_out(),
             quantize_head=left_out(),
+            embedding_bits=left_out(),
         ),
     )
     shard: bool = option(

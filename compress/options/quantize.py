@@ -18,7 +18,8 @@ from engine.kernels.stored.scheme import BITS, WHOLE_ROW, Scheme
 from engine.options import changed, check, declared, declared_part, left_out, option, part, unlisted
 
 ROUND = "Quantization"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OUTSIDE = EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""The matrices outside of layers."""
 HEAD_BITS = 8
 NEAREST, AWQ, GPTQ = ROUNDINGS = ("nearest", "awq", "gptq")
 _USUAL_SIZES = (32, 64, 128, 16, 8)
@@ -36,6 +37,13 @@ class QuantiserOptions:
     quantize_head: bool = option(
         False, group=ROUND, help="Also round the output head, to 8 bits: every token reads all of it."
     )
+    embedding_bits: int | None = option(
+        None,
+        group=ROUND,
+        choices=BITS,
+        unset="its dtype",
+        help="Bits of the embedding, which is the output head too where a model has one matrix for both.",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -50,7 +58,7 @@ class QuantiserOptions:
                 f"group size is {self.group_size}; it must be from 1, or {WHOLE_ROW} for a scale for each output"
             )
         if self.quantize_head and config.tied_embeddings:
-            raise OptionError("the output head is the embedding matrix, which keeps its dtype; leave out --quantize-head")
+            raise OptionError("the output head is the embedding matrix; give --embedding-bits in place of --quantize-head")
         if self.experts_only and not config.moe_layers:
             raise OptionError("the model is dense and has no experts; leave out --experts-only")
         if matrices is None:
@@ -74,11 +82,13 @@ class QuantiserOptions:
 
     def scheme_of(self, name: str) -> Scheme:
         """Return the storage scheme of one weight."""
+        if name == EMBEDDING and self.embedding_bits is not None:
+            return Scheme(self.embedding_bits, self.group_size)
         return Scheme(HEAD_BITS, self.group_size) if name == HEAD else self.scheme
 
     def names(self, config: DecoderConfig) -> list[str]:
         """Return the names of the weights that are quantized."""
-        names: list[str] = [HEAD] if self.quantize_head else []
+        names = [EMBEDDING] * (self.embedding_bits is not None) + [HEAD] * self.quantize_head
         for index, layer in enumerate(config.layers):
             if not self.experts_only:
                 names += attention_weights(config, index)
@@ -106,13 +116,14 @@ def quantization_entry(config: DecoderConfig, schemes: Mapping[str, Scheme]) -> 
     def on_disk(name: str) -> str:
         return name_on_disk(config.architecture, name)
 
-    counts = Counter(scheme for name, scheme in schemes.items() if name != HEAD)
+    counts = Counter(scheme for name, scheme in schemes.items() if name not in OUTSIDE)
     usual = max(counts or Counter(schemes.values()), key=lambda scheme: (counts[scheme], scheme))
     matrices = [name for name, shape in expected_tensors(config).items() if len(shape) == 2]
-    kept = [on_disk(name) for name in matrices if name not in schemes and name not in (EMBEDDING, HEAD)]
+    kept = [on_disk(name) for name in matrices if name not in schemes and name not in OUTSIDE]
     # The head is listed even where it is tied and has no tensor: readers build a linear layer for it.
     ignored = kept if HEAD in schemes else [HEAD, *kept]
-    return {CONFIG_KEY: config_of(usual, ignored, {on_disk(name): scheme for name, scheme in schemes.items()})}
+    apart = [on_disk(EMBEDDING)] * (EMBEDDING in schemes)  # it is no linear layer
+    return {CONFIG_KEY: config_of(usual, ignored, {on_disk(name): own for name, own in schemes.items()}, apart)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,7 @@ class RoundingFigures(TypedDict):
     group_size: int
     experts_only: bool
     quantize_head: bool
+    embedding_bits: int | None
     bytes_not_quantized: int
     bytes_not_quantized_share: float
     relative_weight_error: float | None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from calibrate.ffn_inputs import FfnInputs, Text, groups_within
 from calibrate.product_inputs import check_inputs, watch_products
-from compress.options.quantize import HEAD, QuantiserOptions
+from compress.options.quantize import OUTSIDE, QuantiserOptions
 from compress.rounding.gptq import Feedback, factoring_bytes, matrix_bytes, shrunk
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert
@@ -49,8 +49,8 @@ class FeedbackRounding:
         self._releasing = Releasing(self._release)
 
     def __call__(self, name: str) -> QuantizedWeight | None:
-        """Return a rounded matrix; None for the output head, which is rounded to nearest."""
-        if name == HEAD:
+        """Return a rounded matrix; None for the output head and the embedding, which are rounded to nearest."""
+        if name in OUTSIDE:
             return None
         layer = int(name.split(".")[2])  # model.layers.N.…
         if layer not in self._opened:

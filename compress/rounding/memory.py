@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from compress.options.quantize import AWQ, GPTQ, HEAD, QuantiserOptions
+from compress.options.quantize import AWQ, GPTQ, OUTSIDE, QuantiserOptions
 from compress.rounding.activation_scales import SAMPLE_TOKENS
 from compress.rounding.feedback_pass import MOMENT_BYTES_WITHIN_LIMIT
 from compress.rounding.gptq import MOST_WEIGHTS, factoring_bytes
@@ -28,10 +28,10 @@ def rounding_bytes(matrices: Mapping[str, tuple[int, ...]], options: QuantiserOp
         widest = max((max(shape) for shape in matrices.values()), default=0)
         needed += 3 * 4 * largest + 4 * 4 * SAMPLE_TOKENS * widest
     if way == GPTQ:
-        inputs = max((shape[1] for name, shape in matrices.items() if name != HEAD), default=0)
+        inputs = max((shape[1] for name, shape in matrices.items() if name not in OUTSIDE), default=0)
         of_layer: dict[str, float] = {}
         for name, shape in matrices.items():
-            layer = name.split(".")[2] if name != HEAD else ""
+            layer = name.split(".")[2] if name not in OUTSIDE else name
             scheme = options.scheme_of(name)
             of_layer[layer] = of_layer.get(layer, 0.0) + math.prod(shape) * (scheme.bits / 8 + 4 / max(8, scheme.group_size))
         needed += factoring_bytes(inputs) + 2 * 8 * inputs**2 + MOMENT_BYTES_WITHIN_LIMIT + 3 * 8 * MOST_WEIGHTS

@@ -9,16 +9,18 @@ model that keeps its experts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from compress.options.quantize import QuantiserOptions
+from compress.options.quantize import EMBEDDING, HEAD, QuantiserOptions
 from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import expert_tensor, ffn_parts
 from engine.families.tensor_shapes import feed_forward_weights, routed_tensors
 from engine.kernels.stored.scheme import BITS, PLAIN_BITS, Scheme
 
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 Widths = Mapping[tuple[int, int, int], int]
 """Bits of matrices of routed experts, by decoder layer, expert and projection (engine.families.experts: GATE, UP, DOWN)."""
 
@@ -51,6 +53,22 @@ def other_matrices(config: DecoderConfig) -> list[str]:
     """
     routed = routed_tensors(config)
     return [name for name in QuantiserOptions(BITS[0]).names(config) if name not in routed]
+
+
+def kinds_of_others(config: DecoderConfig) -> dict[str, list[str]]:
+    """Return the names of all matrices outside of the routed experts that can be rounded, by kind: those with the same
+    place in their layers, the embedding, and an output head with a matrix of its own.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in other_matrices(config):
+        kinds.setdefault(_LAYER.sub("", name), []).append(name)
+    outside = [EMBEDDING, *([] if config.tied_embeddings else [HEAD])]
+    return kinds | {name: [name] for name in outside}
+
+
+def everything_rounded(config: DecoderConfig, bits: int, group_size: int) -> QuantiserOptions:
+    """Return options that round every matrix that can be rounded: the routed experts, and all others."""
+    return QuantiserOptions(bits, group_size, quantize_head=not config.tied_embeddings, embedding_bits=bits)
 
 
 def mixed_widths(config: DecoderConfig, widths: Widths, *, group_size: int = 32, others: int = PLAIN_BITS) -> MixedWidths:

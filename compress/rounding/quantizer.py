@@ -1,7 +1,7 @@
 """Quantization of a model's weights to low-bit weights, and its error.
 
-Matrices of attention and of feed-forward networks are quantized, and the output head on request. Embeddings, routers, norms
-and biases keep their dtype.
+Matrices of attention and of feed-forward networks are quantized, and the output head and the embedding on request. Routers,
+norms and biases keep their dtype.
 
 Shape suffixes: O outputs, D inputs.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compress.options.quantize import HEAD, HEAD_BITS, NEAREST, QuantiserOptions
+from compress.options.quantize import EMBEDDING, HEAD, NEAREST, OUTSIDE, QuantiserOptions
 from compress.report.figures import RoundingFigures
 from compress.rounding.activation_scales import Rescaling
 from engine.checkpoint.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ class Quantiser:
         off_OD = rounded.dequantised(torch.float32).sub_(wide_OD)
         if factor is not None:
             off_OD /= factor
-        sums = self._squares[_OUTSIDE if name == HEAD else int(name.split(".")[2])]  # model.layers.N.…
+        sums = self._squares[_OUTSIDE if name in OUTSIDE else int(name.split(".")[2])]  # model.layers.N.…
         sums[0] += float(off_OD.square_().sum(dtype=torch.float64))
         sums[1] += float(weight_OD.float().square().sum(dtype=torch.float64))
         return rounded
@@ -78,6 +78,7 @@ class Quantiser:
             "rounding": self._way,
             "experts_only": self.options.experts_only,
             "quantize_head": self.options.quantize_head,
+            "embedding_bits": self.options.embedding_bits,
             "bytes_not_quantized": result.plain_bytes,
             "bytes_not_quantized_share": result.plain_bytes / result.bytes,
             "relative_weight_error": _root(off, weights),
@@ -90,17 +91,21 @@ class Quantiser:
     def card(self, result: Checkpoint) -> tuple[str, ...]:
         """Return the lines of the model card."""
         what = "experts" if self.options.experts_only else "attention and feed-forward networks"
-        head = f", those of the output head {HEAD_BITS} bits" if self.options.quantize_head else ""
+        rounded = {
+            "the output head": HEAD if self.options.quantize_head else None,
+            "the embedding": EMBEDDING if self.options.embedding_bits is not None else None,
+        }
+        outside = "".join(f", those of {own} {self.options.scheme_of(name).bits}" for own, name in rounded.items() if name)
         size = self.options.group_size
         group = "output" if size == WHOLE_ROW else f"{size} inputs of an output"
         readers = "vLLM reads them, and transformers where that package is installed"
-        if not result.has_own_decoder or mixes_bits(result.raw_config):
+        if not result.has_own_decoder or mixes_bits(result.raw_config) or rounded["the embedding"]:
             readers = "moe-compress reads them"
         elif self.options.bits < _OLDEST_BITS:
             readers = "moe-compress reads them, and programs that know 2 and 3 bits as that package does since June 2026"
         return (
-            f"Weights of {what} have {self.options.bits_text} bits{head}, with a scale for each {group}, and are packed as",
-            f"`compressed-tensors` does: {readers}.",
+            f"Weights of {what} have {self.options.bits_text} bits{outside}, with a scale for each {group}.",
+            f"They are packed as `compressed-tensors` does: {readers}.",
             "",
         )
 

@@ -419,7 +419,8 @@ class Checkpoint(ModelDirectory):
             if isinstance(view, StoredView) and (is_multiplied or (isinstance(view, GgufView) and name == EMBEDDINGS)):
                 as_stored = view.weight(block_types)
                 return source(name) if as_stored is None else as_stored
-            return moved(self.stored(name), dtype, device) if is_multiplied and self.scheme(name) else source(name)
+            is_low_bit = (is_multiplied or name == EMBEDDINGS) and self.scheme(name) is not None
+            return moved(self.stored(name), dtype, device) if is_low_bit else source(name)
 
         return weight
 

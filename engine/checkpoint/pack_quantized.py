@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, UnsupportedError
@@ -107,15 +107,17 @@ def honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> N
             )
 
 
-def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Scheme] | None = None) -> dict[str, Any]:
+def config_of(
+    scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Scheme] | None = None, apart: Collection[str] = ()
+) -> dict[str, Any]:
     """Return the `quantization_config` of a model whose linear layers all use `scheme`, except `ignored` and `others`.
 
     Each scheme of the others is a group of its own, which finds its weights by regular expressions. Programs that read such
-    files take the group with the class `Linear` for the rest.
+    files take the group with the class `Linear` for the rest. apart: those of the others that are no linear layers.
     """
     by_scheme: dict[Scheme, list[str]] = {}
     for name, own in (others or {}).items():
-        if own != scheme:
+        if own != scheme or name in apart:
             by_scheme.setdefault(own, []).append(name.removesuffix(".weight"))
     groups = {"group_0": _group(scheme, ["Linear"])}
     for place, (own, names) in enumerate(by_scheme.items(), start=1):

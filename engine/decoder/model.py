@@ -75,7 +75,7 @@ from engine.families.tensor_names import (
 from engine.kernels.devices import keep_few_shapes
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import embedding, linear, plain
-from engine.kernels.stored.block_weight import BlockWeight, frozen_embedding
+from engine.kernels.stored.block_weight import RowWeight, frozen_embedding
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, as_tensor, frozen, frozen_tensor
 
 TensorSource = Callable[[str], Weight]
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
 
     @property
     def embedding_VD(self) -> nn.Parameter:
-        """Embeddings of a decoder whose weights are not in blocks."""
+        """Embeddings of a decoder whose embeddings are plain."""
         assert isinstance(self.embedding, nn.Parameter)
         return self.embedding
 
@@ -336,7 +336,7 @@ def _weights_bytes(module: nn.Module) -> int:
 
 
 def embedded(
-    config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor | BlockWeight, dtype: torch.dtype | None = None
+    config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor | RowWeight, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the first layer's input, [B, L, D]. dtype: that of rows in blocks."""
     rows_BLD, factor = embedding(tokens_BL, embedding_VD, dtype or torch.float32), config.multipliers.embedding

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.kernel_choice import TORCH, KernelChoice, is_served, loaded_kernels
-from engine.kernels.stored.block_weight import BlockWeight
+from engine.kernels.stored.block_weight import BlockWeight, RowWeight
 from engine.kernels.stored.float_weight import FloatWeight
 from engine.kernels.stored.quantized_weight import LowBitWeight, QuantizedWeight, Weight
 
@@ -144,7 +144,7 @@ def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
     return as_bfloat16(kernels.dequantized(weight.addresses, weight.shape, form))
 
 
-def embedding(tokens: Tensor, weight_VD: Tensor | BlockWeight, dtype: torch.dtype) -> Tensor:
+def embedding(tokens: Tensor, weight_VD: Tensor | RowWeight, dtype: torch.dtype) -> Tensor:
     """Return the rows of the tokens, […, D]: those of a plain matrix as they are, others dequantized to `dtype`."""
     if isinstance(weight_VD, Tensor):
         return F.embedding(tokens, weight_VD)

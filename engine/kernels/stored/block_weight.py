@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen_tensor
+from engine.kernels.stored.quantized_weight import LowBitWeight, QuantizedWeight, Weight, frozen_tensor
 
 
 class BlockWeight(LowBitWeight):
@@ -67,6 +67,10 @@ class BlockWeight(LowBitWeight):
         return f"{self.shape[0]}, {self.shape[1]}, {self.kind}"
 
 
-def frozen_embedding(weight: Weight) -> nn.Parameter | BlockWeight:
+RowWeight = BlockWeight | QuantizedWeight
+"""Low-bit weights of which single rows can be taken, as embeddings are read."""
+
+
+def frozen_embedding(weight: Weight) -> nn.Parameter | RowWeight:
     """Return embeddings in the form that a module keeps as an attribute."""
-    return weight if isinstance(weight, BlockWeight) else frozen_tensor(weight)
+    return weight if isinstance(weight, RowWeight) else frozen_tensor(weight)

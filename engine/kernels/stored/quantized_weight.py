@@ -80,6 +80,11 @@ class QuantizedWeight(LowBitWeight):
         self.bits = self.kind = bits
 
     @property
+    def nbytes(self) -> int:
+        """Stored size in bytes."""
+        return self.packed_OB.nbytes + self.scales_OC.nbytes
+
+    @property
     def group_size(self) -> int:
         """Number of weights that share a scale."""
         return self.shape[1] // self.scales_OC.shape[1]
@@ -120,6 +125,10 @@ class QuantizedWeight(LowBitWeight):
         weight_OCM.sub_(2 ** (self.bits - 1)).mul_(self.scales_OC.to(wide)[:, :, None])
         return weight_OCM.view(outputs, inputs).to(dtype)
 
+    def taken(self, places: Tensor) -> QuantizedWeight:
+        """Return a weight of the rows at these places."""
+        return QuantizedWeight(self.packed_OB[places], self.scales_OC[places], self.bits, self.shape[1])
+
     def extra_repr(self) -> str:
         """Return the text that `repr` shows for the module."""
         return f"{self.shape[0]}, {self.shape[1]}, bits={self.bits}, group_size={self.group_size}"
@@ -134,7 +143,7 @@ def frozen(weight: Weight) -> nn.Parameter | LowBitWeight:
 
 
 def as_tensor(weight: Weight) -> Tensor:
-    """Return a weight that is never quantized to low bits: a norm, a bias, a router or an embedding."""
+    """Return a weight that is not quantized to low bits, as norms, biases and routers never are."""
     assert isinstance(weight, Tensor)
     return weight
 

@@ -18,12 +18,15 @@ from compress.fitting.divergence import Reference
 from compress.fitting.measured import bands, corrections_of, weight_file_bytes
 from compress.fitting.rounding_costs import DOWN, READERS, rounding_costs
 from compress.fitting.sizes import Sizes, kept_levels
-from compress.fitting.substitution import rounded_layers
+from compress.fitting.substitution import rounded, squared_error, with_blocks_of, with_matrices_of
+from compress.options.quantize import EMBEDDING, HEAD
 from compress.plans.apply import apply
-from compress.rounding.mixed_widths import other_matrices
+from compress.plans.plan import same_plan
+from compress.rounding.mixed_widths import everything_rounded, kinds_of_others, other_matrices
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
+from engine.families.tensor_shapes import routed_tensors
 from engine.files.safetensors_writer import PAGE_BYTES
 from engine.kernels.stored.quantized_weight import quantise
 from engine.kernels.stored.scheme import BITS, Scheme
@@ -116,7 +119,7 @@ def test_divergence_equals_the_logits_of_whole_models(checkpoint: Checkpoint) ->
     names, scheme = other_matrices(checkpoint.config), Scheme(4, 16)
     with Reference(checkpoint, TOKENS, torch.float32) as reference:
         assert reference.divergence(checkpoint) == pytest.approx(0.0, abs=1e-9)
-        found = reference.divergence(checkpoint, rounded_layers(checkpoint.config, names, scheme))
+        found = reference.divergence(rounded(checkpoint, names, scheme))
     assert found > 0.0
 
     def source(name: str) -> torch.Tensor:
@@ -125,6 +128,46 @@ def test_divergence_equals_the_logits_of_whole_models(checkpoint: Checkpoint) ->
 
     p, q = (own(TOKENS)[:, :-1].log_softmax(-1) for own in (decoder_of(checkpoint), Decoder(checkpoint.config, source)))
     assert found == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+
+
+def test_the_embedding_and_the_head_of_another_model_count(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Matrices of a result that was written, read one by one, give the divergence of the whole result."""
+    options = everything_rounded(checkpoint.config, 3, 32)
+    names = [EMBEDDING, HEAD, *other_matrices(checkpoint.config)]
+    apply(same_plan(checkpoint.config.experts_by_layer), checkpoint, tmp_path / "low", quantiser=Quantiser(options))
+    low = Checkpoint(tmp_path / "low")
+    with Reference(checkpoint, TOKENS, torch.float32) as reference:
+        outside = reference.divergence(with_matrices_of(checkpoint, low, names[:2]))
+        experts = [with_blocks_of(low, checkpoint.config.moe_layers, torch.float32, "cpu")]
+        whole = reference.divergence(with_matrices_of(checkpoint, low, names), *experts)
+        assert whole == pytest.approx(reference.divergence(low), rel=1e-4)
+    p, q = (Decoder(checkpoint.config, source)(TOKENS)[:, :-1].log_softmax(-1) for source in (
+        checkpoint.source(torch.float32),
+        lambda name: (low if name in names[:2] else checkpoint).tensor(name, torch.float32),
+    ))  # fmt: skip
+    assert outside == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+
+
+def test_the_squared_error_of_some_rows_stands_for_all(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, scheme = other_matrices(checkpoint.config)[:2], Scheme(2, 16)
+    weights = [checkpoint.tensor(name).float() for name in names]
+    off = [quantise(own, *scheme, checkpoint.model_dtype).dequantised(torch.float32) - own for own in weights]
+    assert squared_error(checkpoint, names, scheme) == pytest.approx(sum(float(own.square().sum()) for own in off))
+    monkeypatch.setattr("compress.fitting.substitution.ERROR_ROWS", 8)
+    every = [len(own) // 8 for own in weights]
+    some = sum(step * float(own[::step][:8].square().sum()) for step, own in zip(every, off, strict=True))
+    assert squared_error(checkpoint, names, scheme) == pytest.approx(some)
+
+
+def test_kinds_are_the_matrices_of_one_place_in_all_layers(checkpoint: Checkpoint) -> None:
+    kinds = kinds_of_others(checkpoint.config)
+    layers = range(len(checkpoint.config.layers))
+    projections = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+    assert list(kinds) == [*projections, EMBEDDING, HEAD]
+    assert kinds[projections[1]] == [f"model.layers.{layer}.{projections[1]}" for layer in layers]
+    everything = everything_rounded(checkpoint.config, 4, 16).names(checkpoint.config)
+    named = {name for own in kinds.values() for name in own}
+    assert named == set(everything) - routed_tensors(checkpoint.config)
 
 
 def scores_of(checkpoint: Checkpoint, seed: int = 0) -> dict[int, list[torch.Tensor]]:
@@ -151,7 +194,8 @@ def table_for(
         for layer, own in scores.items()
     }
     shares = {layer: [0.25] * len(own) for layer, own in scores.items()}
-    others = {each: 0.1 * place for place, each in enumerate(bits)}
+    kinds = kinds_of_others(checkpoint.config)
+    others = {kind: {each: 0.1 * place for place, each in enumerate(bits)} for kind in kinds}
     made = table(
         *(Sizes(checkpoint, group_size), bits, scores, rounding, shares, others),
         multiple=multiple,

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import cli
 from compress import quantize as module
-from compress.options.quantize import QuantiserOptions
+from compress.options.quantize import EMBEDDING, QuantiserOptions
 from compress.plans.apply import apply
-from compress.plans.plan import same_plan
+from compress.plans.plan import pruning_plan, same_plan
 from compress.rounding.activation_scales import EXPONENTS, Rescaling, activation_scales, candidates, errors, load_rescaling
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
@@ -30,7 +30,8 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.model import Decoder
 from engine.errors import OptionError
-from engine.kernels.stored.quantized_weight import quantise
+from engine.generation.generate import Engine
+from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
 from engine.kernels.stored.scheme import Scheme
 
 QUANTIZE = ["quantize", "model", "--bits", "4", "--group-size", "16", "--evaluation-samples", "2", *CALIBRATION]
@@ -362,5 +363,55 @@ def test_the_head_has_8_bits_on_request(place: Path) -> None:
 
 def test_a_tied_head_keeps_its_dtype(tmp_path: Path) -> None:
     save_reference("mixtral", tmp_path, tie_word_embeddings=True)
-    with pytest.raises(OptionError, match="leave out --quantize-head"):
+    with pytest.raises(OptionError, match="give --embedding-bits in place of --quantize-head"):
         QuantiserOptions(8, 16, quantize_head=True).check(Checkpoint(tmp_path).config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_the_embedding_has_its_own_bits_on_request(bits: int, tied: bool, tmp_path: Path) -> None:
+    """Where it is the head too, logits are products with the rounded matrix."""
+    save_reference("mixtral", tmp_path / "model", tie_word_embeddings=tied, hidden_size=32)
+    whole, options = Checkpoint(tmp_path / "model"), QuantiserOptions(4, 16, embedding_bits=bits)
+    plan, quantiser = same_plan(whole.config.experts_by_layer), Quantiser(options)
+    apply(plan, whole, tmp_path / "small", quantiser=quantiser)
+    small = Checkpoint(tmp_path / "small")
+    assert small.scheme(EMBEDDING) == Scheme(bits, 16) and small.model_dtype == whole.model_dtype
+    expected = quantise(whole.tensor(EMBEDDING).float(), bits, 16, whole.model_dtype).dequantised(torch.float32)
+    assert torch.equal(small.tensor(EMBEDDING, torch.float32), expected)
+    own, plain = Decoder(small.config, small.weights(torch.float32)), Decoder(small.config, small.source(torch.float32))
+    assert isinstance(own.embedding, QuantizedWeight) and (own.head is own.embedding) == tied
+    assert own.embedding.nbytes < plain.embedding.nbytes
+    with torch.inference_mode():
+        assert torch.allclose(own(TOKENS), plain(TOKENS), rtol=1e-5, atol=1e-6)
+    groups = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["config_groups"]
+    named = [group for group in groups.values() if "re:.*model\\.embed_tokens$" in group["targets"]]
+    assert [group["weights"]["num_bits"] for group in named] == [bits]  # programs that read linear layers do not take it
+    assert quantiser.figures(whole, small)["embedding_bits"] == bits
+    weights, readers, _ = quantiser.card(small)
+    assert f"those of the embedding {bits}" in weights and "moe-compress reads them" in readers
+
+
+def test_a_low_bit_embedding_stays_as_it_is_when_experts_go(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path / "model", tie_word_embeddings=True, hidden_size=32)
+    whole = Checkpoint(tmp_path / "model")
+    quantiser = Quantiser(QuantiserOptions(8, 16, embedding_bits=4))
+    apply(same_plan(whole.config.experts_by_layer), whole, tmp_path / "small", quantiser=quantiser)
+    small = Checkpoint(tmp_path / "small")
+    kept = {layer: [0, 2] for layer in small.config.moe_layers}
+    apply(pruning_plan(kept), small, tmp_path / "fewer")
+    fewer = Checkpoint(tmp_path / "fewer")
+    assert fewer.scheme(EMBEDDING) == Scheme(4, 16)
+    assert torch.equal(fewer.tensor(EMBEDDING), small.tensor(EMBEDDING))
+
+
+def test_generation_reads_a_low_bit_embedding(place: Path) -> None:
+    """The text is that of the same model with an embedding that was dequantized before."""
+    run(*QUANTIZE, "--embedding-bits", "8", "-o", "low")
+    shutil.copytree(place / "low", place / "plain", ignore=shutil.ignore_patterns("compression.json", "*.index.json"))
+    (path,) = (place / "plain").glob("model*.safetensors")
+    tensors = {name: own for name, own in load_file(path).items() if not name.startswith(EMBEDDING)}
+    save_file(tensors | {EMBEDDING: Checkpoint(place / "low").tensor(EMBEDDING)}, path, {"format": "pt"})
+    low, plain = (Engine.open(place / name, dtype="float32") for name in ("low", "plain"))
+    assert low.generate("the tokens", max_new_tokens=12) == plain.generate("the tokens", max_new_tokens=12)
+    assert low.report().weights_bytes < plain.report().weights_bytes
