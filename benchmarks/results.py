@@ -13,6 +13,7 @@ and a test compares page and store. A result that is older than the code it meas
 
 from __future__ import annotations
 
+import ast
 import datetime
 import importlib
 import importlib.metadata
@@ -154,11 +155,62 @@ def measured(stored: Mapping[str, Any], name: str) -> str:
 
 
 def is_older_than_its_code(stored: Mapping[str, Any], name: str) -> bool:
-    """Whether a commit after the measured one has changed what the result measures."""
+    """Whether what the result measures has changed since its commit, in more than words (`code_of`)."""
     from registry import benchmark_of
 
-    paths = benchmark_of(name).code
-    return bool(_git("log", "--oneline", "-1", f"{stored['commit']}..HEAD", "--", *paths))
+    changed = _git("diff", "--raw", "--no-abbrev", "--no-renames", stored["commit"], "HEAD", "--", *benchmark_of(name).code)
+    for line in changed.splitlines():
+        about, path = line.split("\t")
+        _, _, old, new, status = about.split()
+        if status != "M" or not path.endswith(".py") or _code_in(old) != _code_in(new):
+            return True
+    return False
+
+
+@cache
+def _code_in(blob: str) -> str:
+    return code_of(_git("cat-file", "blob", blob))
+
+
+def code_of(source: str) -> str:
+    """Return a module's code without what does not run: comments, docstrings, the types of parameters and results, and
+    imports of names that only these use.
+    """
+    tree = _WithoutWords().visit(ast.parse(source))
+    return ast.dump(_UsedImports({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}).visit(tree))
+
+
+class _WithoutWords(ast.NodeTransformer):
+    """Takes strings that stand alone, and the annotations of functions, out of a tree."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(own := getattr(node, name, None), list):
+                setattr(node, name, [each for each in own if not _is_text(each)])
+        return node
+
+
+class _UsedImports(ast.NodeTransformer):
+    """Takes imports of names that are not used out of a tree."""
+
+    def __init__(self, used: set[str]) -> None:
+        self._used = used
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> ast.AST | None:
+        node.names = [each for each in node.names if (each.asname or each.name).split(".")[0] in self._used]
+        return node if node.names else None
+
+    visit_ImportFrom = visit_Import
+
+
+def _is_text(node: ast.AST) -> bool:
+    """Whether a statement is a string alone."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def with_results(page: str) -> str:

@@ -61,6 +61,10 @@ def prepare_quantizing(options: QuantizeOptions) -> Prepared:
             f"--rounding {options.way} {NEED_OWN_DECODER[options.way]}, and which these are is not known of a model of the "
             f"family {checkpoint.model_type}, which transformers runs; take --rounding {NEAREST}"
         )
+    if isinstance(checkpoint, AdaptedCheckpoint) and options.quantiser.embedding_bits is not None:
+        raise OptionError(
+            f"transformers runs the family {checkpoint.model_type}, and reads plain embeddings; leave out --embedding-bits"
+        )
     check_rounded(options.quantiser, checkpoint)
     if options.reads_text:
         return prepare(options, checkpoint)

@@ -169,8 +169,44 @@ def test_a_number_in_a_sentence_is_written_from_its_result(monkeypatch: pytest.M
     assert results.with_results(page) == shown
 
 
+BEFORE = """
+import torch
+from typing import Any
+def twice(x: Any) -> Any:
+    # a comment
+    return 2 * torch.as_tensor(x)
+"""
+AGAIN = """
+import torch
+from collections.abc import Sequence
+def twice(x: Sequence[int]) -> torch.Tensor:
+    "Return it twice."
+    return 2 * torch.as_tensor(x)
+"""
+
+
+def test_words_are_not_code() -> None:
+    """Docstrings, comments, types and the imports for types do not run; a field's type may."""
+    assert results.code_of(BEFORE) == results.code_of(AGAIN)
+    assert results.code_of(BEFORE) != results.code_of(BEFORE.replace("2 *", "3 *"))
+    assert results.code_of(BEFORE) != results.code_of(BEFORE.replace("import torch", "import numpy as torch"))
+    assert results.code_of("class A:\n    x: int = 1\n") != results.code_of("class A:\n    x: float = 1\n")
+
+
+def changed_file(monkeypatch: pytest.MonkeyPatch, path: str, *blobs: str) -> None:
+    """Let git say that one file has changed, from the first of these contents to the second."""
+    results._code_in.cache_clear()
+    line = f":100644 100644 0 1 M\t{path}"
+    monkeypatch.setattr(results, "_git", lambda *words: line if words[0] == "diff" else blobs[int(words[2])])
+
+
 def test_a_result_that_is_older_than_its_code_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_git", lambda *words: "0123456 Later")
+    changed_file(monkeypatch, "engine/a.py", BEFORE, AGAIN)
+    assert not results.is_older_than_its_code(STORED["startup"], "startup")
+    for path, after in (("engine/a.py", BEFORE.replace("2 *", "3 *")), ("engine/a.json", AGAIN)):
+        changed_file(monkeypatch, path, BEFORE, after)
+        assert results.is_older_than_its_code(STORED["startup"], "startup")
+    results._code_in.cache_clear()
     line = results.measured(STORED["startup"], "startup")
     assert results.STALE in line and STORED["startup"]["date"] in line and STORED["startup"]["commit"][:7] in line
     monkeypatch.setattr(results, "_git", lambda *words: "")

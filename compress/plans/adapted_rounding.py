@@ -52,11 +52,6 @@ def rounded_matrices(options: QuantiserOptions, checkpoint: AdaptedCheckpoint, w
             f"{checkpoint.directory}: the output head of a model of the family {checkpoint.model_type} is no linear layer "
             "with a tensor of its own; leave out --quantize-head"
         )
-    if options.embedding_bits is not None:
-        raise OptionError(
-            f"{checkpoint.directory}: transformers runs the family {checkpoint.model_type}, and reads plain embeddings "
-            "only; leave out --embedding-bits"
-        )
     found = dict(_of_experts(checkpoint, widths))
     blocks = tuple(f"{layer.experts.rpartition('.')[0]}." for layer in checkpoint.found.experts)
     layers = {f"{checkpoint.found.layers}.{layer.index}." for layer in checkpoint.found.experts}
