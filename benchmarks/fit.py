@@ -2,7 +2,7 @@
 
     python benchmarks/fit.py [--model demo] [--windows 256] [--rows TITLE …] [--llama-quantize PROGRAM]
 
-Each way makes a model of its own size, and `compress fit` is then given the size of its weight files. Everything is
+Each way makes a model of its own size, and `compress fit` is then given the sizes of their weight files. Everything is
 calibrated on the training documents of the demo model's text, and judged on the half of the held-out documents that is for
 reports; losses are paired by document. Everything is computed in float32, so that only weights differ. Finished rows are
 kept in benchmarks/results/fit_MODEL.jsonl, and a run that was interrupted goes on with the first that is missing.
@@ -15,11 +15,11 @@ rows of 256 numbers; of shorter rows llama.cpp makes another type by itself. Wit
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from methods import MODELS
 from results import BUILD, RESULTS, ROOT, markdown, remember, remembered, save
 from torch import Tensor
 
+from compress.fit_sweep import named
 from compress.fitting.divergence import Reference
 from compress.fitting.measured import weight_file_bytes
 from compress.run.losses import Losses
@@ -63,13 +64,15 @@ ROWS: dict[str, tuple[str, ...]] = {
 TYPES = {f"llama.cpp, {kind}": kind for kind in ("Q4_K_M", "Q3_K_M", "IQ4_XS", "Q2_K", "IQ3_XXS", "IQ2_XS")}
 """Types of llama.cpp by the titles of their rows."""
 SAMPLES = 128
+PLACE = BUILD / "fit"
 _OTHER_TYPES = re.compile(r"(\d+) of (\d+) tensor\(s\) required fallback")
 
 
 def command(words: tuple[str, ...], model: str, output: Path, options: argparse.Namespace) -> None:
     """Run a command of this package in a process of its own."""
-    shutil.rmtree(output, ignore_errors=True)
-    output.unlink(missing_ok=True)
+    if "--resume" not in words:
+        shutil.rmtree(output, ignore_errors=True)
+        output.unlink(missing_ok=True)
     text = ["--samples", str(options.samples), "--sequence-length", "256", "--data", options.data]
     text += ["--evaluation-samples", "0"] if words[0] != "export" else []
     line = [sys.executable, "-m", "cli", words[0], model, *words[1:], "-o", str(output), "--threads", "1", *text]
@@ -110,28 +113,21 @@ def measured(model: Path, reference: Reference, tokens_SL: Tensor) -> dict[str, 
     }
 
 
-def one(
-    title: str,
-    model: str,
-    reference: Reference,
-    tokens_SL: Tensor,
-    options: argparse.Namespace,
-    fitted: dict[int, dict[str, Any]],
-) -> dict[str, Any]:
-    """Return a row: the way's result, and that of `compress fit` of the same size. fitted: those that are known, by size."""
-    place = BUILD / "fit"
-    place.mkdir(parents=True, exist_ok=True)
-    path, about = place / "way", dict[str, Any]()
+def way(title: str, reference: Reference, tokens_SL: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a row with the result of one way."""
+    model, path, about = MODELS[options.model], PLACE / "way", dict[str, Any]()
     if title in TYPES:
-        path, about = by_llama_cpp(TYPES[title], model, place, options)
+        path, about = by_llama_cpp(TYPES[title], model, PLACE, options)
     else:
         command(ROWS[title], model, path, options)
-    row: dict[str, Any] = {"title": title, "way": measured(path, reference, tokens_SL) | about}
-    size = row["way"]["bytes"]
-    if size not in fitted:
-        command(("fit", "--target-size", str(size)), model, place / "fitted", options)
-        fitted[size] = measured(place / "fitted", reference, tokens_SL)
-    return row | {"fit": fitted[size]}
+    return {"title": title, "way": measured(path, reference, tokens_SL) | about}
+
+
+def fitted(sizes: Sequence[int], options: argparse.Namespace) -> dict[int, Path]:
+    """Return the results of `compress fit` by their sizes, which are made with one set of statistics."""
+    output = PLACE / "fitted"
+    command(("fit", "--target-size", ",".join(map(str, sizes)), "--resume"), MODELS[options.model], output, options)
+    return {size: output / named(size) if len(sizes) > 1 else output for size in sizes}
 
 
 def main() -> None:
@@ -149,16 +145,24 @@ def main() -> None:
     windows = windows_of(MODELS[options.model], "report", options.windows)
     tokens_SL, done = windows.tokens_SL, RESULTS / f"{name}.jsonl"
     key = [options.windows, options.samples]
-    known = {row["title"]: row for row in remembered(done) if row["key"] == key}
-    fitted = {row["way"]["bytes"]: row["fit"] for row in known.values()}
+    titles = options.rows or [*ROWS, *(TYPES if options.llama_quantize else ())]
+    lines = [line for line in remembered(done) if line["key"] == key]
+    ways = {line["title"]: line for line in lines if "title" in line}
+    fits = {line["bytes"]: line["fit"] for line in lines if "fit" in line}
+    if not lines:
+        shutil.rmtree(PLACE, ignore_errors=True)  # results of an earlier benchmark
+    PLACE.mkdir(parents=True, exist_ok=True)
     with Reference(source, tokens_SL, torch.float32) as reference:
         full = [round(loss, 4) for loss in losses(source, tokens_SL, dtype=torch.float32).summed_S.tolist()]
-        for title in options.rows or [*ROWS, *(TYPES if options.llama_quantize else ())]:
-            if title not in known:
-                known[title] = one(title, MODELS[options.model], reference, tokens_SL, options, fitted) | {"key": key}
-                remember(done, known[title])
-                print(json.dumps({title: {k: known[title][k]["divergence"] for k in ("way", "fit")}}), file=sys.stderr)
-    versions = {row["way"]["version"] for row in known.values() if "version" in row["way"]}
+        for title in titles:
+            if title not in ways:
+                ways[title] = way(title, reference, tokens_SL, options) | {"key": key}
+                remember(done, ways[title])
+        sizes = sorted({row["way"]["bytes"] for row in ways.values()} - fits.keys())
+        for size, path in fitted(sizes, options).items() if sizes else ():
+            fits[size] = measured(path, reference, tokens_SL)
+            remember(done, {"bytes": size, "fit": fits[size], "key": key})
+    versions = {row["way"]["version"] for row in ways.values() if "version" in row["way"]}
     save(
         name,
         {
@@ -168,7 +172,7 @@ def main() -> None:
             "windows": list(tokens_SL.shape),
             "documents": windows.documents_S.tolist(),
             "full": full,
-            "rows": [{key: row[key] for key in ("title", "way", "fit")} for row in known.values()],
+            "rows": [{"title": title, "way": row["way"], "fit": fits[row["way"]["bytes"]]} for title, row in ways.items()],
         },
         {"llama.cpp": {"version": ", ".join(sorted(versions))}} if versions else {},
     )

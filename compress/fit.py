@@ -29,6 +29,7 @@ from compress.methods.inputs import Prunable
 from compress.options.fit import FitOptions
 from compress.plans.selection import Budget, least_experts
 from compress.plans.unit_selection import fitting_multiple
+from compress.prune import Shared
 from compress.report.columns import size as in_bytes
 from compress.report.figures import FitFigures, FrontierPoint
 from compress.report.pictures import Picture, draw_frontier
@@ -54,16 +55,20 @@ ENGINE_BYTES = 500_000_000
 
 
 @claims_output
-def fit(options: FitOptions, progress: Progress = no_progress) -> FitFigures:
-    """Run the job; return the figures of the result, with the keys of `compress fit --json`."""
+def fit(options: FitOptions, progress: Progress = no_progress, shared: Shared | None = None) -> FitFigures:
+    """Run the job; return the figures of the result, with the keys of `compress fit --json`.
+
+    shared: what the runs of a sweep over sizes share (fit_sweep.py).
+    """
     started = time.monotonic()
-    work = WorkDirectory(options.output)
+    work = WorkDirectory(options.output, shared=None if shared is None else shared.work)
     if (figures := finished_before(options, work)) is not None:
         return cast(FitFigures, figures)
     check_outputs(options)
-    prepared = prepare_fitting(options)
+    prepared = prepare_fitting(options) if shared is None else shared.prepared
     memory = budget_for(options.memory_limit, prepared.checkpoint, memory_demand(options, prepared))
-    check_weights(prepared.checkpoint, progress)
+    if shared is None:
+        check_weights(prepared.checkpoint, progress)
     run = Run(options, prepared, work, progress, started, memory)
     return cast(FitFigures, carry_out(run, lambda: _make(run)))
 

@@ -10,27 +10,34 @@ Several processes make the artifacts together; the first compares.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from compress.compare import compare
 from compress.comparison.pages import COMPARISON
 from compress.methods import METHODS
+from compress.methods.inputs import Prunable
 from compress.options.compare import CompareOptions
+from compress.options.job import JobOptions
 from compress.options.prune import PruneOptions
 from compress.prune import Shared, check_shard, checked_budget, prepare_pruning, prune
+from compress.report import canvas
 from compress.report.figures import SweepFigures
 from compress.run.claims import claiming
 from compress.run.job import check_weights, fingerprints
 from compress.run.result import check_sweep
 from compress.run.work_directory import WorkDirectory
-from engine.errors import OptionError
+from engine.errors import CompressError, OptionError
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
 from engine.progress import Progress, no_progress
 
 COMPARISON_DIRECTORY = "comparison"
+OWN_OPTIONS = ("method", "budget", "target_size", "output")
+"""Options in which the runs of a sweep differ."""
 
 
 def cells(
@@ -67,29 +74,57 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
     Every run is checked before the first one begins; invalid input raises a CompressError at that point.
     """
     with claiming(runs[0].output.parent):
-        return _sweep(runs, comparison, progress)
+        started = time.monotonic()
+        shared = checked_sweep(runs, lambda: _prepared(runs))
+        return make_and_compare(runs, shared, lambda run: prune(run, progress, shared), comparison, progress, started)
 
 
-def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress) -> SweepFigures | None:
-    started = time.monotonic()
-    first, output = runs[0], runs[0].output.parent
-    check_sweep(output, runs, f"{COMPARISON_DIRECTORY}/{COMPARISON}")
+def _prepared(runs: Sequence[PruneOptions]) -> Prunable:
     check_shard(runs)
-    shared = Shared(prepare_pruning(first), WorkDirectory(output, "shared"))
+    prepared = prepare_pruning(runs[0])
     for run in runs:
-        checked_budget(run, shared.prepared.checkpoint)
+        checked_budget(run, prepared.checkpoint)
+    return prepared
+
+
+def checked_sweep(runs: Sequence[JobOptions], prepare: Callable[[], Prunable]) -> Shared:
+    """Check the outputs and the inputs of all runs, and return what they share. prepare: opens and checks the inputs."""
+    output = runs[0].output.parent
+    canvas.require()
+    check_sweep(output, runs, f"{COMPARISON_DIRECTORY}/{COMPARISON}")
+    return Shared(prepare(), WorkDirectory(output, "shared"))
+
+
+OptionsT = TypeVar("OptionsT", bound=JobOptions)
+
+
+def make_and_compare(
+    runs: Sequence[OptionsT],
+    shared: Shared,
+    make: Callable[[OptionsT], Any],
+    comparison: CompareOptions,
+    progress: Progress,
+    started: float,
+) -> SweepFigures | None:
+    """Make every result, then compare; return the figures, or None in a process that is not the first.
+
+    make: makes one result, and returns its figures. started: the start of the sweep by time.monotonic().
+    """
+    first, output = runs[0], runs[0].output.parent
     check_weights(shared.prepared.checkpoint, progress)
     processes.wait()
     shared.work.begin(in_common(first) | fingerprints(shared.prepared), first.resume)
     output.mkdir(parents=True, exist_ok=True)
-    figures = [prune(run, progress, shared) for run in progress(runs, "artifacts")]
-    alone = processes.is_first()
-    processes.leave()
-    if not alone:
-        return None
-    models = (first.model, *(str(run.output) for run in runs))
-    compared = compare(replace(comparison, models=models, output=output / COMPARISON_DIRECTORY, overwrite=True), progress)
-    shared.work.remove()
+    with _removed_if_empty(output), shared.work.until_whole(output):
+        figures = [make(run) for run in progress(runs, "artifacts")]
+        alone = processes.is_first()
+        processes.leave()
+        if not alone:
+            return None
+        models = (first.model, *(str(run.output) for run in runs))
+        compared = compare(
+            replace(comparison, models=models, output=output / COMPARISON_DIRECTORY, overwrite=True), progress
+        )
     return {
         "output": str(output),
         "runs": figures,
@@ -100,6 +135,17 @@ def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: P
     }
 
 
-def in_common(run: PruneOptions) -> dict[str, Any]:
+@contextmanager
+def _removed_if_empty(directory: Path) -> Iterator[None]:
+    """Remove a directory without files after an error in the body."""
+    try:
+        yield
+    except CompressError:
+        with suppress(OSError):
+            directory.rmdir()
+        raise
+
+
+def in_common(run: JobOptions) -> dict[str, Any]:
     """Return the options that all runs of a sweep have in common, as JSON."""
-    return {key: value for key, value in run.deciding().items() if key not in ("method", "budget", "output")}
+    return {key: value for key, value in run.deciding().items() if key not in OWN_OPTIONS}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
 from compress.commands.output import progress_bar, table
+from compress.commands.sweeps import comparison_of, show_sweep
 from compress.options.fit import TARGET, FitOptions
 from compress.report.columns import size
 
@@ -19,9 +20,25 @@ def fit(given: Given) -> Figures:
     """
     from compress.fit import fit as run
 
-    figures = show_figures(given, run(given.job(FitOptions, "fit"), progress_bar))
+    sizes = given.values["target_size"]
+    if sizes is not None and len(sizes) > 1:
+        return _sweep(given, sizes)
+    figures = show_figures(given, run(_options(given, sizes), progress_bar))
     given.say(table(frontier_rows(figures["frontier"])))
     return figures
+
+
+def _options(given: Given, sizes: Sequence[int] | None) -> FitOptions:
+    return given.job(FitOptions, "fit", target_size=None if sizes is None else sizes[0])
+
+
+def _sweep(given: Given, sizes: Sequence[int]) -> Figures:
+    from compress.fit_sweep import cells, fit_sweep
+
+    base = _options(given, sizes)
+    figures = fit_sweep(cells(base, sizes), comparison_of(given, base), progress_bar)
+    assert figures is not None  # in one process
+    return show_sweep(given, figures)
 
 
 def frontier_rows(points: Sequence[Figures]) -> list[list[str]]:

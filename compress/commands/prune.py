@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
-from compress.commands.output import progress_bar, table
+from compress.commands.output import progress_bar
 from compress.commands.preset import with_preset
+from compress.commands.sweeps import comparison_of, show_sweep
 from compress.methods import DEFAULT_GRANULARITY, DEFAULT_METHODS, METHODS
-from compress.options.compare import PICTURE_SEQUENCES, CompareOptions
 from compress.options.presets import PresetOptions
 from compress.options.prune import DiepOptions, PruneOptions
 from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
-from compress.report.columns import text_table
 from engine.errors import OptionError
 from engine.options import names, option
 
@@ -133,29 +132,14 @@ def recovery(given: Given) -> WholeRecoveryOptions:
 def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...] | None) -> Figures:
     from compress.sweep import cells, sweep
 
-    given.refuse(["memory_limit"], "for one artifact at a time, and this makes several")
-    given.refuse(["push_to_hub"], "for one artifact, and a sweep makes several; `compress push` them afterwards")
     if sparsities is None or given.values["plan_output"] is not None:
         raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
     base = prune_options(given, methods[0], sparsities[0], "sweep")
     if base.makes_file:
         raise OptionError(f"{base.output}: a sweep writes a directory; name one by --output")
-    comparison = CompareOptions(
-        models=(),
-        text=replace(base.calibration, samples=PICTURE_SEQUENCES),
-        speed=False,
-        dtype=given.common.dtype,
-        device=given.chosen_device(),
-        threads=given.common.threads,
-    )
-    figures = sweep(cells(base, methods, sparsities, _scope(given), given.values["granularity"]), comparison, progress_bar)
-    if figures is None:
-        return {}  # in a process that is not the first
-    given.say(table(text_table(figures["rows"])))
-    given.say(
-        f"{figures['output']}: {len(figures['runs'])} artifacts in {figures['seconds']:.1f} s; open comparison/index.html"
-    )
-    return figures
+    runs = cells(base, methods, sparsities, _scope(given), given.values["granularity"])
+    figures = sweep(runs, comparison_of(given, base), progress_bar)
+    return {} if figures is None else show_sweep(given, figures)
 
 
 COMMAND = command("prune", prune, PruneOptions, Uniform, Afterwards, PresetOptions, *HUB, is_shared=True)

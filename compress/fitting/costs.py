@@ -75,7 +75,7 @@ class Item:
 
     layer: int
     number: int
-    """Of the expert in its layer, or of the kind of other matrices; after all kinds, what is never rounded."""
+    """Number of the expert in its layer, or of the kind of other matrices; what is never rounded comes after all kinds."""
     options: list[Option]
     removal: list[float]
     """Cost of the hidden units that go, by option."""

@@ -82,7 +82,7 @@ def unit_costs(run: FitRun) -> dict[int, list[Tensor]]:
         scored = obs_scores(pruning_run(run, run.work))
         return {str(layer): [(own / tokens).tolist() for own in each] for layer, each in scored.items()}
 
-    known = run.work.once("unit-costs", compute)
+    known = run.work.once("unit-costs", compute, shared=True)
     return {int(layer): [torch.tensor(own, dtype=torch.float64) for own in each] for layer, each in known.items()}
 
 
@@ -95,13 +95,13 @@ def table_of(run: FitRun, scores: Mapping[int, Sequence[Tensor]]) -> Table:
     rounding = rounding_costs(
         *(checkpoint, prepared.tokens_SL, {layer: output[layer] / seen for layer in scores}),
         [Scheme(bits, options.group_size) for bits in options.low_bits],
-        run.work.path / "rounding-costs",
+        run.work.shared / "rounding-costs",
         dtype=torch.float32,
         device=options.device,
         budget=run.memory_budget,
         progress=run.bar("costs of rounding (layers)"),
     )
-    others = cast(dict[str, dict[str, float]], run.work.once("other-matrices", lambda: _costs_of_others(run)))
+    others = cast(dict[str, dict[str, float]], run.work.once("other-matrices", lambda: _costs_of_others(run), shared=True))
     budget = prepared.budget
     assert budget is not None and budget.unit_multiple is not None
     return table(

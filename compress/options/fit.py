@@ -25,7 +25,14 @@ class FitOptions(JobOptions):
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-fit", help="Directory of the result."))
     method: str = "fit"
     target_size: int | None = option(
-        None, group=TARGET, is_size=True, unset="no limit", help="Most bytes of the result's weights, such as 14GB."
+        None,
+        group=TARGET,
+        is_size=True,
+        several="commas",
+        metavar="SIZE",
+        unset="no limit",
+        help="Most bytes of the result's weights, such as 14GB. Several make a sweep: a result for each, which share all "
+        "statistics, and a comparison of them with MODEL.",
     )
     target_active: int | None = option(
         None,

@@ -204,10 +204,11 @@ class FitFigures(ModelFigures):
 
 
 class SweepFigures(TypedDict):
-    """Figures of `compress prune` with several methods or sparsities."""
+    """Figures of `compress prune` with several methods or sparsities, and of `compress fit` with several sizes."""
 
     output: str
-    runs: list[PruneFigures]
+    runs: list[Any]
+    """Figures of each result, as the command gives them for one."""
     rows: list[dict[str, Any]]
     """The rows of `compress compare`."""
     notes: list[str]

@@ -45,10 +45,10 @@ class WorkDirectory:
     def __init__(self, output: Path, kind: str = "work", shared: WorkDirectory | None = None) -> None:
         """Create the object; nothing is read or written before `begin`.
 
-        shared: the directory of the sweep that the run is part of.
+        shared: the directory of the sweep that the run is part of, or of the run that this directory is a part of.
         """
         self.path = output.absolute().parent / f".{output.name}.{kind}"
-        self.shared = self.path if shared is None else shared.path
+        self.shared: Path = self.path if shared is None else shared.shared
         self.search_state = self.shared / "diep.safetensors"
         self.statistics = self.shared / "statistics.safetensors"
         self._resumed = False

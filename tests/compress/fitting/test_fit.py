@@ -16,7 +16,8 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 from compress import fit as module
-from compress.fitting import measured
+from compress.fit_sweep import named
+from compress.fitting import measured, rounding_costs
 from compress.fitting.measured import weight_file_bytes
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
@@ -103,6 +104,48 @@ def test_an_interrupted_run_gives_the_same_bytes(place: Path, monkeypatch: pytes
         assert not (place / "parts").exists() and (place / ".parts.work").is_dir()
     run(*FIT, *target, "-o", "parts", "--resume")
     assert weights_of(place / "parts") == weights_of(place / "whole")
+
+
+@pytest.mark.usefixtures("pictures")
+def test_sizes_of_a_sweep_are_those_of_single_runs_from_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [int(share * whole_size(place)) for share in (0.7, 0.4)]
+    for size in sizes:
+        run(*FIT, "--target-size", str(size), "-o", f"single-{size}")
+    layers, write = list[Path](), rounding_costs._write
+
+    def counted(path: Path, *rest: Any) -> None:
+        layers.append(path)
+        write(path, *rest)
+
+    monkeypatch.setattr(rounding_costs, "_write", counted)
+    values = run(*FIT, "--target-size", ",".join(map(str, sizes)), "-o", "swept")
+    assert len(layers) == len(Checkpoint(place / "model").config.moe_layers)
+    assert [figures["target_bytes"] for figures in values["runs"]] == sorted(sizes)
+    assert len(values["rows"]) == 3
+    for size in sizes:
+        assert weights_of(place / "swept" / named(size)) == weights_of(place / f"single-{size}")
+    assert (place / "swept" / "comparison" / "index.html").is_file()
+    assert not list(place.glob(".*")) and not list((place / "swept").glob(".*"))
+
+
+@pytest.mark.usefixtures("pictures")
+@pytest.mark.parametrize(
+    ("sizes", "fragments"),
+    [
+        ("60KB,5KB", ["the target is 5,000 bytes", "the least that is possible is"]),
+        ("60KB,60000", ["names a size twice"]),
+        ("60KB,70KB", ["--memory-limit is for one artifact at a time"]),
+    ],
+)
+def test_refused_sweeps_leave_nothing(place: Path, sizes: str, fragments: list[str]) -> None:
+    limit = ["--memory-limit", "1GB"] if "memory" in fragments[0] else []
+    refused(place, [*FIT, "--target-size", sizes, *limit, "-o", "out"], *fragments)
+
+
+def test_names_of_sizes() -> None:
+    assert [named(size) for size in (14 * 10**9, 14_250_000_000, 3_514_640, 60_000, 999)] == [
+        "14GB", "14.25GB", "3.51464MB", "60KB", "999B",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
