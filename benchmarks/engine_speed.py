@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,18 @@ def specs(directory: Path) -> list[tuple[str, BenchSpec]]:
 
 
 @contextmanager
-def asked(description: str | None) -> Iterator[tuple[Path, argparse.Namespace]]:
-    """Yield the directory of the models, a temporary one by default, and the other arguments of the command line."""
+def asked(
+    description: str | None, more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+) -> Iterator[tuple[Path, argparse.Namespace]]:
+    """Yield the directory of the models, a temporary one by default, and the other arguments of the command line.
+
+    more: declares arguments of one benchmark.
+    """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--layers", type=int, default=16)
+    more(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)

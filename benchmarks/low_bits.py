@@ -1,28 +1,40 @@
 """Decoding of a mixture of random weights stored in 16, 8, 4, 3 and 2 bits, and in several widths at once.
 
-python benchmarks/low_bits.py [--directory DIR] [--repetitions 40] [--layers 4]
+python benchmarks/low_bits.py [--directory DIR] [--repetitions 40] [--layers 4] \
+    [--peer-python PYTHON --llama-quantize PROGRAM]
 
-The model has 64 experts of 1,408 hidden units, of which a token uses 6. Attention has as many bits as the experts. In the
-last row each expert and projection has 2, 3 or 4 bits by a fixed turn, so that all are in one expert. The integers are drawn
-at random, because they do not change the time. Times are the processor time of one thread for a token, the medians of turns
-in which every model decodes the same token: other programs on the machine delay such a token, and that is not counted, but
-they also take memory bandwidth, and that is.
+The model has 64 experts of 1,536 hidden units, of which a token uses 6. Attention has as many bits as the experts, and the
+output head 8. In the last row each expert and projection has 2, 3 or 4 bits by a fixed turn, so that all are in one expert.
+The integers are drawn at random, because they do not change the time. Times are the processor time of one thread for a
+token, the medians of turns in which every model decodes the same token: other programs on the machine delay such a token,
+and that is not counted, but they also take memory bandwidth, and that is.
+
+With --peer-python, a Python that has llama-cpp-python, and --llama-quantize, this program of llama.cpp, 3 and 2 bits also
+decode in turns with the model in Q3_K_M and Q2_K, on all cores: tokens per second of whole texts, and their ratios.
 """
 
 from __future__ import annotations
 
+import argparse
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_speed import asked
-from random_model import shape, write_random_model
+from llama_cpp_peer import NAME
+from packed_floats import beside_text, rates_in_turns
+from random_model import shape, write_random_model, write_tokenizer
 from results import markdown, save
 
-from compress.options.quantize import QuantiserOptions
+from compress.export.gguf import export_gguf
+from compress.options.export import GgufExportOptions
+from compress.options.quantize import HEAD, HEAD_BITS, QuantiserOptions
 from compress.plans.apply import apply
 from compress.plans.plan import same_plan
 from compress.rounding.mixed_widths import mixed_widths
@@ -34,10 +46,13 @@ from engine.kernels.kernel_choice import DECODING, prepare_decoding
 from engine.kernels.stored.quantized_weight import QuantizedWeight
 from engine.kernels.stored.scheme import BITS
 
-GROUP, VOCABULARY, WARM_UP = 32, 1024, 2
-CHANGES = {"hidden": 2048, "experts": 64, "top_k": 6, "width": 1408}
+GROUP, VOCABULARY, WARM_UP = 32, 4096, 2
+CHANGES = {"hidden": 2048, "experts": 64, "top_k": 6, "width": 1536}
 PLAIN, MIXED = "bf16", "2, 3 and 4 bits"
 TITLES = {bits: f"{bits} bits" for bits in BITS}
+PEERS = {TITLES[3]: "Q3_K_M", TITLES[2]: "Q2_K"}
+"""Types of llama.cpp that are nearest in size."""
+PEER_TOKENS = 40
 
 
 def random_weights(checkpoint: Checkpoint, options: QuantiserOptions) -> Callable[[str], QuantizedWeight]:
@@ -56,6 +71,7 @@ def prepare(directory: Path, layers: int) -> None:
     """Make the model and the low-bit ones, if they do not exist yet."""
     if not (directory / PLAIN).is_dir():
         write_random_model(directory / PLAIN, shape(layers=layers, **CHANGES) | {"vocab_size": VOCABULARY})
+        write_tokenizer(directory / PLAIN, VOCABULARY)
     checkpoint = Checkpoint(directory / PLAIN)
     turns = {
         (layer, expert, projection): (2, 3, 4)[(expert + projection) % 3]
@@ -63,8 +79,10 @@ def prepare(directory: Path, layers: int) -> None:
         for expert in range(experts)
         for projection in range(3)
     }
-    every = {TITLES[bits]: QuantiserOptions(bits, GROUP) for bits in BITS}
-    for title, options in (every | {MIXED: mixed_widths(checkpoint.config, turns, group_size=GROUP, others=3)}).items():
+    every = {TITLES[bits]: QuantiserOptions(bits, GROUP, quantize_head=True) for bits in BITS}
+    mixed = mixed_widths(checkpoint.config, turns, group_size=GROUP, others=3)
+    mixed = replace(mixed, quantize_head=True, by_name={**mixed.by_name, HEAD: HEAD_BITS})
+    for title, options in (every | {MIXED: mixed}).items():
         if not (directory / title).is_dir():
             (directory / title).mkdir()
             quantiser = Quantiser(options, made=random_weights(checkpoint, options))
@@ -97,16 +115,45 @@ def table(figures: dict[str, Any]) -> str:
         lines.append([row["title"], f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['least_seconds']:.1f}", ratio, read, whole])
     header = [f"{rows[0]['parameters'] / 1e9:.1f} B parameters, 6 of 64 experts, groups of {GROUP}"]
     header += ["ms a token", "fastest", "speed against 4 bits", "MB a token", "weights GB"]
-    return markdown(header, lines)
+    text = markdown(header, lines)
+    for title, row in figures.get("peers", {}).items():
+        ratio = beside_text(row["own_rates"], row["peer_rates"])
+        own, peer = (statistics.median(row[key]) for key in ("own_rates", "peer_rates"))
+        text += (
+            f"\n{title} beside {NAME}'s {PEERS[title]} on {row['threads']} threads: {ratio} of its speed, {own:.1f} "
+            f"and {peer:.1f} tokens/s; weights of {row['own_bytes'] / 1e9:.2f} and {row['peer_bytes'] / 1e9:.2f} GB.\n"
+        )
+    return text
 
 
 TABLES = {"low_bits": table}
 
 
+def peers(directory: Path, python: str | None, program: str | None) -> dict[str, dict[str, Any]]:
+    """Return what decoding in turns with llama.cpp gave, by title; empty without it."""
+    found, whole = dict[str, dict[str, Any]](), directory / "whole.gguf"
+    for title, kind in PEERS.items() if python and program else ():
+        if not whole.is_file():
+            export_gguf(GgufExportOptions(model=str(directory / PLAIN), output=whole, format="gguf", type="bf16"))
+        gguf = directory / f"{kind}.gguf"
+        if not gguf.is_file():
+            subprocess.run([str(program), str(whole), str(gguf), kind], check=True, capture_output=True)
+        sizes = {"own_bytes": Checkpoint(directory / title).bytes, "peer_bytes": Checkpoint(gguf).bytes}
+        found[title] = rates_in_turns(directory / title, gguf, PEER_TOKENS, str(python)) | sizes
+        found[title]["threads"] = torch.get_num_threads()
+    return found
+
+
+def asked_for_peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peer-python", help="Python that has llama-cpp-python; without it, llama.cpp is left out")
+    parser.add_argument("--llama-quantize", default=shutil.which("llama-quantize"), help="this program of llama.cpp")
+
+
 @torch.inference_mode()
 def main() -> None:
-    torch.set_num_threads(1)
-    with asked(__doc__) as (directory, arguments):
+    threads = torch.get_num_threads()
+    with asked(__doc__, asked_for_peers) as (directory, arguments):
+        torch.set_num_threads(1)
         prepare(directory, arguments.layers)
         decoders, parameters = dict[str, Decoder](), 0
         for title in (PLAIN, *(TITLES[bits] for bits in sorted(BITS, reverse=True)), MIXED):
@@ -126,7 +173,11 @@ def main() -> None:
             }
             for title, own in rounds(decoders, arguments.repetitions).items()
         ]
-    save("low_bits", {"turns": arguments.repetitions, "rows": rows})
+        del decoders
+        torch.set_num_threads(threads)
+        beside = peers(directory, arguments.peer_python, arguments.llama_quantize)
+    figures = {"turns": arguments.repetitions, "rows": rows, "peers": beside}
+    save("low_bits", figures, {NAME: next(iter(beside.values()))["peer"]} if beside else None)
 
 
 if __name__ == "__main__":

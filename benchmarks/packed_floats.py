@@ -179,12 +179,19 @@ def speed(model: str, rounds: str) -> dict[str, Any]:
     return {name: every[1:] for name, every in seconds.items()}
 
 
-@torch.inference_mode()
 def beside_peer(model: Path, rounds: int, python: str) -> dict[str, Any]:
-    """Return tokens per second of ours and of llama.cpp, one text of so many tokens after the other, in turns."""
+    """Return the rates of ours and of llama.cpp with the same weights."""
     write_tokenizer(model, COMMON["vocab_size"])
     gguf = model.parent / "model.gguf"
     export_gguf(GgufExportOptions(model=str(model), output=gguf, format="gguf", type="stored"))
+    return rates_in_turns(model, gguf, rounds, python)
+
+
+@torch.inference_mode()
+def rates_in_turns(model: Path, gguf: Path, rounds: int, python: str) -> dict[str, Any]:
+    """Return tokens per second of ours and of llama.cpp with a GGUF file, one text of so many tokens after the other, in
+    turns.
+    """
     engine = Engine.open(model)
     engine.prepare()
     tokens, rates = tokens_of(engine, rounds)[0], {"own_rates": list[float](), "peer_rates": list[float]()}
