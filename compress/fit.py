@@ -3,9 +3,10 @@
 1. A pass with gradients and one with moments score the hidden units (compress/methods/unit_obs.py), and one pass rounds
    every expert to every width (compress/fitting/rounding_costs.py). The cost of rounding the other matrices is measured.
 2. The options are chosen by a knapsack (compress/fitting/choices.py).
-3. The choice is carried out, and its divergence from the model is measured: without and with rounding, of all layers and of
-   a few at a time (compress/fitting/measured.py). That corrects the costs, and a second choice is made and measured.
-4. The choice with the smaller measured divergence is written.
+3. A choice is carried out, and its divergence from the model is measured: without and with rounding, of all layers and of a
+   few at a time (compress/fitting/measured.py). That corrects the costs for the next one. The first choice removes nothing,
+   so that rounding is measured alone, and two more may remove hidden units and experts.
+4. The choice with the smallest measured divergence is written.
 
 Candidates are measured on text that is neither calibrated on nor held out for the perplexities of the result.
 """
@@ -22,7 +23,7 @@ import psutil
 
 from calibrate.batches import training_text
 from compress.fitting.candidate import Candidate, Choice, choice_of
-from compress.fitting.costs import NOT_CORRECTED, Corrections, Option
+from compress.fitting.costs import Corrections, Factors, Option
 from compress.fitting.measured import Measuring, corrections_of
 from compress.fitting.statistics import FitRun, memory_demand, table_of, unit_costs
 from compress.methods.inputs import Prunable
@@ -48,8 +49,8 @@ from engine.kernels.stored.scheme import PLAIN_BITS, Scheme
 from engine.passes.memory_need import budget_for
 from engine.progress import Progress, no_progress
 
-CHOICES = 2
-"""How many choices are carried out and measured: by the predicted costs, and by the corrected ones."""
+FIRST_FACTORS = Factors(removal=8.0)
+"""Factors of the costs before any choice was measured. Text that the costs do not come from is hurt more by what is gone."""
 ENGINE_BYTES = 500_000_000
 """Memory that the engine takes beside weights and KV cache, for --fit-to auto."""
 
@@ -105,27 +106,28 @@ def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
 
 def _make(run: FitRun) -> Made:
     """Make the best candidate, and return it with the figures of all."""
-    options, checkpoint = run.options, run.prepared.checkpoint
-    size, read = target_size(run), options.target_active
+    checkpoint = run.prepared.checkpoint
+    size, read = target_size(run), run.options.target_active
     scores = unit_costs(run)
     table = table_of(run, scores)
-    choosing = table.chosen(size, read)  # an impossible target ends the run here
+    table.chosen(size, read)  # an impossible target ends the run here
     measuring = Measuring(run, table)
-    points: list[dict[str, Any]] = []
-    candidates: list[Candidate] = []
-    corrections: Corrections = NOT_CORRECTED
-    seen: list[list[Option]] = []
-    for number in range(CHOICES):
-        if choosing in seen:
-            break
-        seen.append(choosing)
-        choice = choice_of(table.items, choosing, scores, checkpoint.config)
-        point, candidate = measuring.measured(number, choice, choosing, corrections)
-        points.append(point)
-        candidates.append(candidate)
-        corrections = corrections_of(point, table.predicted(choosing))
-        choosing = table.chosen(size, read, corrections)
-    point, candidate = min(zip(points, candidates, strict=True), key=lambda pair: float(pair[0]["measured_kl"]))
+    found, seen = list[tuple[dict[str, Any], Candidate]](), list[list[Option]]()
+    corrections: Corrections = dict.fromkeys({item.layer for item in table.items}, FIRST_FACTORS)
+    for own in (table.without_removal(), table, table):
+        try:
+            options = own.chosen(size, read, corrections)
+        except OptionError:  # widths alone do not reach the target
+            continue
+        if options in seen:
+            continue
+        seen.append(options)
+        choice = choice_of(table.items, options, scores, checkpoint.config)
+        found.append(measuring.measured(len(found), choice, options, corrections))
+        has_clean = any(not before.choice.removes for _, before in found[:-1])
+        corrections = corrections_of(found[-1][0], table.predicted(options), corrections, keeps_rounding=has_clean)
+    points = [point for point, _ in found]
+    point, candidate = min(found, key=lambda pair: float(pair[0]["measured_kl"]))
     figures: dict[str, Any] = {
         "granularity": "unit" if candidate.choice.removes else "expert",
         "refit": candidate.refit.figures,
@@ -139,10 +141,10 @@ def _make(run: FitRun) -> Made:
         "frontier": [*points, *measuring.predictions(corrections)],
     }
     return Made(
-        *(candidate.choice.plan, options.method, candidate.refit.tensors, figures),
-        title=f"{options.model}, fitted to {_in_words(size, read)}",
+        *(candidate.choice.plan, run.options.method, candidate.refit.tensors, figures),
+        title=f"{run.options.model}, fitted to {_in_words(size, read)}",
         quantiser=candidate.quantiser,
-        draw=lambda directory: [_frontier(directory, options, figures["frontier"], size)],
+        draw=lambda directory: [_frontier(directory, run.options, figures["frontier"], size)],
     )
 
 

@@ -85,6 +85,13 @@ class Item:
     read: list[float]
     """Bytes that a token reads, on average, by option."""
 
+    def keeping_all(self) -> Item:
+        """Return the item with the options that have the most hidden units."""
+        most = max(option.units for option in self.options)
+        places = [place for place, option in enumerate(self.options) if option.units == most]
+        columns = (self.options, self.removal, self.rounding, self.bytes, self.read)
+        return Item(self.layer, self.number, *([column[place] for place in places] for column in columns))  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class Table:
@@ -109,6 +116,10 @@ class Table:
             limits.append(Limit(_padded([item.read for item in self.items], 0.0), read, "bytes read for a token"))
         choice = choose(self.costs(corrections), limits).tolist()
         return [item.options[place] for item, place in zip(self.items, choice, strict=True)]
+
+    def without_removal(self) -> Table:
+        """Return a table of the options that keep all hidden units."""
+        return Table([item.keeping_all() for item in self.items])
 
     def predicted(self, options: Sequence[Option]) -> dict[int, Divergence]:
         """Return the predicted divergences of removing hidden units and of rounding, by layer, without corrections."""

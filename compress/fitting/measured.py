@@ -7,13 +7,13 @@ their sum says how the bands act together. Both correct the costs (`corrections_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from compress.fitting.candidate import Candidate, Choice, carried_out, smaller_of, written
-from compress.fitting.costs import OTHERS, Corrections, Divergence, Factors, Option, Table
+from compress.fitting.costs import NO_FACTORS, OTHERS, Corrections, Divergence, Factors, Option, Table
 from compress.fitting.divergence import Reference
 from compress.fitting.statistics import FitRun, pruning_run, reference
 from compress.fitting.substitution import with_blocks_of, with_matrices_of
@@ -57,10 +57,9 @@ class Measuring:
             with reference(self._run) as full:
                 kl = full.divergence(result)
                 without = kl * choice.removes if smaller is None else full.divergence(smaller)
-                if self._run.memory_budget.limit is None:
+                parts = {full.checkpoint.config.moe_layers[0]: Divergence(without, kl - without)}
+                if self._run.memory_budget.limit is None:  # parts hold a layer of two models
                     parts = self._parts(full, result, smaller, choice)
-                else:  # parts hold a layer of two models
-                    parts = {full.checkpoint.config.moe_layers[0]: Divergence(without, kl - without)}
             return self._predicted(options, corrections) | {
                 "bytes": weight_file_bytes(result.directory),
                 "measured_kl": kl,
@@ -114,11 +113,15 @@ def bands(layers: Sequence[int]) -> list[list[int]]:
     return [list(layers[start:end]) for start, end in pairwise(ends)]
 
 
-def corrections_of(point: Mapping[str, Any], predicted: Mapping[int, Divergence]) -> Corrections:
+def corrections_of(
+    point: Mapping[str, Any], predicted: Mapping[int, Divergence], known: Corrections, *, keeps_rounding: bool = False
+) -> Corrections:
     """Return the factors of each layer: its band's measured divergence over the predicted one, times what the measured
     divergence of the whole choice is over the sum of the parts.
 
-    predicted: by layer, without corrections.
+    A band for which nothing was predicted, because the choice removes or rounds nothing there, keeps its known factor.
+    predicted: by layer, without corrections. keeps_rounding: whether all known factors of rounding stay, because they were
+    measured where nothing was removed.
     """
     parts = {int(layer): Divergence(*part) for layer, part in point["measured_kl_of_parts"].items()}
     removal, both = point["measured_kl_of_removal"], point["measured_kl"]
@@ -130,12 +133,19 @@ def corrections_of(point: Mapping[str, Any], predicted: Mapping[int, Divergence]
     firsts = sorted(parts)
     for layer in predicted:
         first = _band(layer, firsts)
-        band = [own for at, own in predicted.items() if _band(at, firsts) == first]
+        band, part = _summed(own for at, own in predicted.items() if _band(at, firsts) == first), parts[first]
+        own = known.get(layer, NO_FACTORS)
         found[layer] = Factors(
-            together.removal * _ratio(parts[first].removal, sum(own.removal for own in band)),
-            together.rounding * _ratio(parts[first].rounding, sum(own.rounding for own in band)),
+            together.removal * _ratio(part.removal, band.removal) if band.removal > 0.0 else own.removal,
+            own.rounding
+            if keeps_rounding or band.rounding <= 0.0
+            else together.rounding * _ratio(part.rounding, band.rounding),
         )
     return found
+
+
+def _summed(every: Iterable[Divergence]) -> Divergence:
+    return Divergence(*map(sum, zip(*every, strict=True)))
 
 
 def _band(layer: int, firsts: Sequence[int]) -> int:

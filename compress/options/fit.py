@@ -70,7 +70,7 @@ class FitOptions(JobOptions):
     )
     min_experts: int = option(0, group=REMOVE, unset="experts per token", help="Fewest experts that a layer keeps.")
     validation_samples: int = option(
-        16, group=TARGET, minimum=1, help="Sequences on which candidates are measured: neither calibrated nor held out."
+        64, group=TARGET, minimum=1, help="Sequences on which candidates are measured: neither calibrated nor held out."
     )
     refit: RefitOptions = part(RefitOptions)
     calibration: CalibrationOptions = part(CalibrationOptions, windows=left_out(), samples=changed(128))

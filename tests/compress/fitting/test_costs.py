@@ -277,10 +277,13 @@ def test_factors_by_hand() -> None:
     parts = {"0": [0.15, 0.1], "2": [0.05, 0.1], "-1": [0.0, 0.1]}
     point = {"measured_kl": 0.7, "measured_kl_of_removal": 0.1, "measured_kl_of_parts": parts}
     predicted = {0: Divergence(0.1, 0.1), 1: Divergence(0.2, 0.1), 2: Divergence(0.0, 0.4), -1: Divergence(0.0, 0.2)}
-    found = corrections_of(point, predicted)
+    known = {2: Factors(8.0, 3.0)}
+    found = corrections_of(point, predicted, known)
     assert found[0] == found[1] == Factors(pytest.approx(0.5 * 0.15 / 0.3), pytest.approx(2.0 * 0.1 / 0.2))
-    assert found[2] == Factors(0.5, pytest.approx(2.0 * 0.1 / 0.4))
-    assert found[-1] == Factors(0.5, pytest.approx(2.0 * 0.1 / 0.2))
+    assert found[2] == Factors(8.0, pytest.approx(2.0 * 0.1 / 0.4)), "nothing was removed there"
+    assert found[-1] == Factors(1.0, pytest.approx(2.0 * 0.1 / 0.2))
+    kept = corrections_of(point, predicted, known, keeps_rounding=True)
+    assert kept[0] == Factors(found[0].removal, 1.0) and kept[2] == Factors(8.0, 3.0)
 
 
 def test_bands_by_hand() -> None:
@@ -309,6 +312,15 @@ def test_the_last_expert_alone_is_missed(checkpoint: Checkpoint) -> None:
     fewer = [Option(0) if (item.layer, item.number) == (0, last) else item.options[0] for item in made.items]
     assert not choice_of(made.items, whole, scores, checkpoint.config).removes
     assert choice_of(made.items, fewer, scores, checkpoint.config).removes
+
+
+def test_a_table_without_removal_has_widths_alone(checkpoint: Checkpoint) -> None:
+    made, _ = table_for(checkpoint)
+    widths, whole = made.without_removal(), [item.options[0].units for item in made.items]
+    for item, own, units in zip(made.items, widths.items, whole, strict=True):
+        assert {option.units for option in own.options} == {units} and not any(own.removal)
+        assert own.bytes == [item.bytes[item.options.index(option)] for option in own.options]
+    assert widths.total_bytes(widths.chosen(None, None)) == made.least_and_most()[1]
 
 
 def test_items_without_an_option_cost_infinity() -> None:
