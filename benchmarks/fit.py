@@ -64,7 +64,6 @@ ROWS: dict[str, tuple[str, ...]] = {
 TYPES = {f"llama.cpp, {kind}": kind for kind in ("Q4_K_M", "Q3_K_M", "IQ4_XS", "Q2_K", "IQ3_XXS", "IQ2_XS")}
 """Types of llama.cpp by the titles of their rows."""
 SAMPLES = 128
-PLACE = BUILD / "fit"
 _OTHER_TYPES = re.compile(r"(\d+) of (\d+) tensor\(s\) required fallback")
 
 
@@ -115,9 +114,9 @@ def measured(model: Path, reference: Reference, tokens_SL: Tensor) -> dict[str, 
 
 def way(title: str, reference: Reference, tokens_SL: Tensor, options: argparse.Namespace) -> dict[str, Any]:
     """Return a row with the result of one way."""
-    model, path, about = MODELS[options.model], PLACE / "way", dict[str, Any]()
+    model, path, about = MODELS[options.model], options.place / "way", dict[str, Any]()
     if title in TYPES:
-        path, about = by_llama_cpp(TYPES[title], model, PLACE, options)
+        path, about = by_llama_cpp(TYPES[title], model, options.place, options)
     else:
         command(ROWS[title], model, path, options)
     return {"title": title, "way": measured(path, reference, tokens_SL) | about}
@@ -125,7 +124,7 @@ def way(title: str, reference: Reference, tokens_SL: Tensor, options: argparse.N
 
 def fitted(sizes: Sequence[int], options: argparse.Namespace) -> dict[int, Path]:
     """Return the results of `compress fit` by their sizes, which are made with one set of statistics."""
-    output = PLACE / "fitted"
+    output = options.place / "fitted"
     command(("fit", "--target-size", ",".join(map(str, sizes)), "--resume"), MODELS[options.model], output, options)
     return {size: output / named(size) if len(sizes) > 1 else output for size in sizes}
 
@@ -139,6 +138,7 @@ def main() -> None:
     parser.add_argument("--llama-quantize", default=shutil.which("llama-quantize"), help="this program of llama.cpp")
     parser.add_argument("--data", default="stdlib")
     options = parser.parse_args()
+    options.place = BUILD / "fit" / options.model
     torch.set_num_threads(1)
     name = f"fit_{options.model.replace('-', '_')}"
     source = Checkpoint(resolve(MODELS[options.model]))
@@ -150,8 +150,8 @@ def main() -> None:
     ways = {line["title"]: line for line in lines if "title" in line}
     fits = {line["bytes"]: line["fit"] for line in lines if "fit" in line}
     if not lines:
-        shutil.rmtree(PLACE, ignore_errors=True)  # results of an earlier benchmark
-    PLACE.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(options.place, ignore_errors=True)  # results of an earlier benchmark
+    options.place.mkdir(parents=True, exist_ok=True)
     with Reference(source, tokens_SL, torch.float32) as reference:
         full = [round(loss, 4) for loss in losses(source, tokens_SL, dtype=torch.float32).summed_S.tolist()]
         for title in titles:
