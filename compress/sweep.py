@@ -90,9 +90,10 @@ def _prepared(runs: Sequence[PruneOptions]) -> Prunable:
 def checked_sweep(runs: Sequence[JobOptions], prepare: Callable[[], Prunable]) -> Shared:
     """Check the outputs and the inputs of all runs, and return what they share. prepare: opens and checks the inputs."""
     output = runs[0].output.parent
-    canvas.require()
     check_sweep(output, runs, f"{COMPARISON_DIRECTORY}/{COMPARISON}")
-    return Shared(prepare(), WorkDirectory(output, "shared"))
+    shared = Shared(prepare(), WorkDirectory(output, "shared"))
+    canvas.require()
+    return shared
 
 
 OptionsT = TypeVar("OptionsT", bound=JobOptions)
