@@ -29,7 +29,7 @@ import torch
 from engine_speed import asked
 from llama_cpp_peer import NAME
 from packed_floats import beside_text, rates_in_turns
-from random_model import shape, write_random_model, write_tokenizer
+from random_model import shape, write_random_model
 from results import markdown, save
 
 from compress.export.gguf import export_gguf
@@ -71,7 +71,6 @@ def prepare(directory: Path, layers: int) -> None:
     """Make the model and the low-bit ones, if they do not exist yet."""
     if not (directory / PLAIN).is_dir():
         write_random_model(directory / PLAIN, shape(layers=layers, **CHANGES) | {"vocab_size": VOCABULARY})
-        write_tokenizer(directory / PLAIN, VOCABULARY)
     checkpoint = Checkpoint(directory / PLAIN)
     turns = {
         (layer, expert, projection): (2, 3, 4)[(expert + projection) % 3]

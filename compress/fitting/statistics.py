@@ -121,9 +121,11 @@ def _costs_of_others(run: FitRun) -> dict[str, dict[str, float]]:
     is as many times larger as the squared error of the weights is.
     """
     checkpoint, widths = run.prepared.checkpoint, run.options.low_bits
-    kinds = kinds_of_others(checkpoint.config) if widths else {}
+    kinds = kinds_of_others(checkpoint.config)
     schemes = {bits: Scheme(bits, run.options.group_size) for bits in widths}
-    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds_of_others(checkpoint.config)}
+    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    if not widths:
+        return found
     with reference(run) as full:
         for kind, names in kinds.items():
             errors = {bits: squared_error(checkpoint, names, scheme) for bits, scheme in schemes.items()}

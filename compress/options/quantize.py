@@ -86,9 +86,14 @@ class QuantiserOptions:
             return Scheme(self.embedding_bits, self.group_size)
         return Scheme(HEAD_BITS, self.group_size) if name == HEAD else self.scheme
 
+    @property
+    def outside(self) -> list[str]:
+        """Return the names of the matrices outside of layers that are quantized."""
+        return [EMBEDDING] * (self.embedding_bits is not None) + [HEAD] * self.quantize_head
+
     def names(self, config: DecoderConfig) -> list[str]:
         """Return the names of the weights that are quantized."""
-        names = [EMBEDDING] * (self.embedding_bits is not None) + [HEAD] * self.quantize_head
+        names = self.outside
         for index, layer in enumerate(config.layers):
             if not self.experts_only:
                 names += attention_weights(config, index)

@@ -25,6 +25,7 @@ from engine.kernels.stored.scheme import WHOLE_ROW
 
 _OLDEST_BITS = 4
 """Fewest bits that every version of compressed-tensors packs alike."""
+_TITLES = {EMBEDDING: "the embedding", HEAD: "the output head"}
 _OUTSIDE = -1
 """Stands for the number of a layer, for tensors outside of layers."""
 
@@ -91,15 +92,12 @@ class Quantiser:
     def card(self, result: Checkpoint) -> tuple[str, ...]:
         """Return the lines of the model card."""
         what = "experts" if self.options.experts_only else "attention and feed-forward networks"
-        rounded = {
-            "the output head": HEAD if self.options.quantize_head else None,
-            "the embedding": EMBEDDING if self.options.embedding_bits is not None else None,
-        }
-        outside = "".join(f", those of {own} {self.options.scheme_of(name).bits}" for own, name in rounded.items() if name)
+        rounded = self.options.outside
+        outside = "".join(f", those of {_TITLES[name]} {self.options.scheme_of(name).bits}" for name in reversed(rounded))
         size = self.options.group_size
         group = "output" if size == WHOLE_ROW else f"{size} inputs of an output"
         readers = "vLLM reads them, and transformers where that package is installed"
-        if not result.has_own_decoder or mixes_bits(result.raw_config) or rounded["the embedding"]:
+        if not result.has_own_decoder or mixes_bits(result.raw_config) or EMBEDDING in rounded:
             readers = "moe-compress reads them"
         elif self.options.bits < _OLDEST_BITS:
             readers = "moe-compress reads them, and programs that know 2 and 3 bits as that package does since June 2026"
