@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import attention, expert_panels, experts, panels, step
+from engine.kernels import attention, expert_panels, experts, panels, rounding_search, step
 from engine.kernels import gated_delta as delta_kernels
 from engine.kernels import mamba2 as mamba2_kernels
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
 from engine.kernels.compiler.cache_directory import cache_directory
 from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
+from engine.kernels.compiler.instructions import LANES
 from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.experts import EXPERT, EXPERTS
@@ -42,6 +43,7 @@ __all__ = [
     "GROUP_SIZES",
     "HEAD_NORM",
     "KERNELS",
+    "LANES",
     "LAYER",
     "MIXED",
     "MULTIPLE_OF_OUTPUTS",
@@ -71,6 +73,7 @@ __all__ = [
     "prepare",
     "products",
     "rms_norm",
+    "search_rounding",
     "swiglu",
     "use_threads",
 ]
@@ -376,6 +379,31 @@ def decode(
         job["before_experts"], job["used"] = cast(function, c_void_p).value, _address(used_LTS)
         job["used_slots"] = used_LTS.shape[2]
     step.decode(_address(job))
+
+
+def search_rounding(
+    name: str,
+    arrays: Sequence[Address],
+    sizes: tuple[int, int, int],
+    limits: tuple[int, int, int, int],
+    near: tuple[int, int],
+) -> None:
+    """Take a step of rounding to a K type (rounding_search.STEPS).
+
+    arrays: x, w, inputs, factors and results, contiguous float32. sizes: N, L and C. limits: of the integers of numbers and
+    of scales. near: how far integers of scales and of minimums may be from the given ones.
+    """
+    step_of_16 = KERNELS[f"{name}_of_16"]
+    job = _record(
+        rounding_search.SEARCH,
+        kernels=TABLE_ADDRESS,
+        step=step_of_16.address,
+        **dict(zip(("x", "w", "inputs", "factors", "results"), arrays, strict=True)),
+        **dict(zip(("numbers", "lanes", "count"), sizes, strict=True)),
+        **dict(zip(("lowest", "highest", "lowest_scale", "highest_scale"), limits, strict=True)),
+        **dict(zip(("near", "near_least"), near, strict=True)),
+    )
+    rounding_search.search(_address(job))
 
 
 def load_parts(layers: Any) -> None:

@@ -120,6 +120,14 @@ def block_types_multiplied(dtype: torch.dtype, device: torch.device) -> Containe
     return (*_load_kernels().BLOCK_KINDS, *_load_kernels().FLOAT_KINDS) if has_kernels(dtype, device) else ()
 
 
+def imported_kernels() -> Any:
+    """Return the compiled kernels for work that is no product, whose speed is not tried; None where there are none."""
+    if (kernels := _import_kernels()) is not None:
+        _load(kernels, [kernels.KERNELS["parallel_for"]])
+        kernels.use_threads(torch.get_num_threads())
+    return kernels
+
+
 def loaded_kernels() -> Any:
     """Return the compiled kernels if a model that generates has loaded them, else None."""
     return _load_kernels() if _load_kernels.cache_info().currsize else None

@@ -7,9 +7,9 @@ its products, as far as inputs are uncorrelated; without statistics, w = 1.
 First each sub-block gets real scales: a grid of candidates assigns integers q to numbers, and least squares gives the best
 scale for them. Then these scales are rounded to integers, and their neighbors are tried, with the float16 scale that follows
 from the largest, and once more with the best one for the integers found. A block keeps the scales that span its numbers, if
-those are better. The layouts are inverse to blocks.py.
+those are better. The layouts are inverse to blocks.py. rounding_steps.py has what is computed for each number.
 
-Shape suffixes: B blocks, S sub-blocks, N numbers of a sub-block.
+Shape suffixes: B blocks, S sub-blocks of a block, L sub-blocks of all blocks, N numbers of a sub-block, I inputs.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from engine.checkpoint.gguf.rounding_steps import LEAST_DETERMINANT, Integers, Steps, safe, steps_of
 from engine.errors import UnsupportedError
 from engine.files.gguf_types import BlockType
 
 _BLOCKS_AT_ONCE = 1 << 11
-_STRETCHES = tuple(step / 8 for step in range(-8, 9))
-"""Differences of the number of levels that the range of a sub-block is divided by."""
 _LARGEST = 65504.0
 """The largest float16."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The integers of some blocks, and the block's float16 scales."""
+    """The scales of some blocks, as they are stored."""
 
+    error_B: Tensor
     scale_B: Tensor
     scales_BS: Tensor
-    q_BSN: Tensor
-    error_B: Tensor
     least_B: Tensor
     leasts_BS: Tensor
     """Zero for types without minimums, as is their scale."""
@@ -50,6 +48,20 @@ class _Found:
             return torch.where(is_other_B.view(-1, *[1] * (own.dim() - 1)), theirs, own)
 
         return _Found(*(chosen(getattr(self, part.name), getattr(other, part.name)) for part in fields(self)))
+
+    @property
+    def by_sub_block(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the integers of scales and minimums, and what each is multiplied by, [L] each."""
+        scales, leasts = self.scales_BS, self.leasts_BS
+        return _flat(scales), _flat(leasts), _flat(self.scale_B, scales), _flat(self.least_B, scales)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks with their integers, ready to be packed."""
+
+    scales: _Found
+    q_BSN: Tensor
 
 
 def rounded_to_k(numbers: Tensor, kind: BlockType, weights_I: Tensor | None = None) -> Tensor:
@@ -65,7 +77,7 @@ def rounded_to_k(numbers: Tensor, kind: BlockType, weights_I: Tensor | None = No
     for start in range(0, len(x), _BLOCKS_AT_ONCE):
         own = slice(start, min(start + _BLOCKS_AT_ONCE, len(x)))
         w_BI = w[torch.arange(own.start, own.stop) % len(w)]
-        blocks[own] = form.pack(form.search(x[own].unflatten(1, form.parts), w_BI.unflatten(1, form.parts)))
+        blocks[own] = form.pack(_search(x[own], w_BI, form))
     return blocks.view(rows, -1)
 
 
@@ -77,8 +89,9 @@ def _usable(weights_I: Tensor) -> Tensor:
     return (weights_I.double() / mean).clamp_min(1e-6).float()
 
 
-def _safe(divisor: Tensor) -> Tensor:
-    return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+def _flat(values: Tensor, like_BS: Tensor | None = None) -> Tensor:
+    """Return values [B, S], or values [B] for each of the sub-blocks, as [L]."""
+    return (values if like_BS is None else values[:, None].expand_as(like_BS)).flatten()
 
 
 def _half(scale_B: Tensor) -> Tensor:
@@ -88,145 +101,82 @@ def _half(scale_B: Tensor) -> Tensor:
     return scale_B.half().float()
 
 
-def _affine(levels: int, largest: int) -> Callable[[Tensor, Tensor], _Found]:
-    """Return the search for x ≈ s·q − m, 0 ≤ q ≤ levels, where s and m are integers up to `largest` times a scale."""
+def _search(x_BI: Tensor, w_BI: Tensor, form: _Form) -> _Blocks:
+    parts, size = form.parts
+    x_NL, w_NL = (each.reshape(-1, size).T.contiguous() for each in (x_BI, w_BI))
+    steps = steps_of(x_NL, w_NL, form.integers)
+    spanning, fitted = (_affine if form.integers.has_minimums else _symmetric)(steps)
 
-    def search(x_BSN: Tensor, w_BSN: Tensor) -> _Found:
-        low_BS = x_BSN.amin(-1).clamp_max(0)
-        span_BS = x_BSN.amax(-1) - low_BS
+    def integers(real: _Real, near: int = 1, units: tuple[Tensor, Tensor] | None = None) -> _Found:
+        return _integers(steps, [each.view(-1, parts) for each in real], near, units)
 
-        def integers(
-            scale_BS: Tensor, least_BS: Tensor, units: tuple[Tensor, Tensor] | None = None, near: int = 1
-        ) -> _Found:
-            units = (scale_BS.amax(-1) / largest, least_BS.amax(-1) / largest) if units is None else units
-            return _affine_integers(x_BSN, w_BSN, (scale_BS, least_BS), units, levels, largest, near)
-
-        found = integers(*_affine_fit(x_BSN, w_BSN, low_BS, span_BS, levels))
-        d_B, m_B = (own.clamp_min(0) for own in _best_units(x_BSN, w_BSN, found))
-        again = integers(d_B[:, None] * found.scales_BS, m_B[:, None] * found.leasts_BS, (d_B, m_B))
-        return found.or_better(again).or_better(integers(span_BS / levels, -low_BS, near=0))
-
-    return search
+    found = integers(fitted)
+    units = _best_units(steps, found)
+    again = integers((units[0][:, None] * found.scales_BS, units[1][:, None] * found.leasts_BS), 1, units)
+    best = found.or_better(again).or_better(integers(spanning, near=0))
+    return _Blocks(best, steps.integers_of(*best.by_sub_block).T.reshape(-1, parts, size))
 
 
-def _affine_fit(x_BSN: Tensor, w_BSN: Tensor, low_BS: Tensor, span_BS: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Return the scales and minimums of sub-blocks by least squares, for the best of a grid of assignments."""
-    wx_BSN = w_BSN * x_BSN
-    sums, best = (w_BSN.sum(-1), wx_BSN.sum(-1)), [torch.full_like(low_BS, torch.inf), span_BS / levels, -low_BS]
-    for stretch in _STRETCHES:
-        inverse_BS = (levels + stretch) / _safe(span_BS)
-        q_BSN = ((x_BSN - low_BS[..., None]) * inverse_BS[..., None]).round_().clamp_(0, levels)
-        wq_BSN = w_BSN * q_BSN
-        q1, q2, xq = wq_BSN.sum(-1), (wq_BSN * q_BSN).sum(-1), (wx_BSN * q_BSN).sum(-1)
-        w1, x1 = sums
-        offset = ((q2 * x1 - q1 * xq) / _safe(w1 * q2 - q1 * q1)).clamp_max_(0)
-        scale = ((xq - offset * q1) / _safe(q2)).clamp_min_(0)
-        # Σ w·(s·q + o − x)², without Σ w·x², which is the same for all candidates
-        error = scale * (scale * q2 - 2 * xq) + offset * (2 * scale * q1 + offset * w1 - 2 * x1)
-        is_better = error < best[0]
-        best = [torch.where(is_better, own, old) for own, old in zip((error, scale, -offset), best, strict=True)]
-    return best[1], best[2]
+_Real = tuple[Tensor, Tensor]
+"""Real scales and minimums of sub-blocks, [L] or [B, S]."""
 
 
-def _affine_integers(
-    x_BSN: Tensor,
-    w_BSN: Tensor,
-    real: tuple[Tensor, Tensor],
-    units: tuple[Tensor, Tensor],
-    levels: int,
-    largest: int,
-    near: int,
-) -> _Found:
-    """Return the integers of scales and minimums; those up to `near` away from the rounded ones are tried.
+def _affine(steps: Steps) -> tuple[_Real, _Real]:
+    """Return the scales and minimums that span the numbers, and those that fit them best."""
+    low_L = steps.x_NL.amin(0).clamp_max(0)
+    span_L = steps.x_NL.amax(0) - low_L
+    return (span_L / steps.integers.highest, -low_L), steps.affine_fit(low_L, span_L)
 
-    real: scales and minimums, [B, S]. units: what the integers are multiplied by, [B].
+
+def _symmetric(steps: Steps) -> tuple[_Real, _Real]:
+    """Return the scales that span the numbers, and those that fit them best; minimums are zero."""
+    extreme_L = _extreme(steps.x_NL.T)
+    none_L = torch.zeros_like(extreme_L)
+    return (extreme_L / steps.integers.lowest, none_L), (steps.symmetric_fit(extreme_L), none_L)
+
+
+def _extreme(values: Tensor) -> Tensor:
+    """Return the value of each row that is farthest from zero."""
+    return values.gather(-1, values.abs().argmax(-1, keepdim=True))[..., 0]
+
+
+def _integers(steps: Steps, real: list[Tensor], near: int, units: tuple[Tensor, Tensor] | None) -> _Found:
+    """Return the integers of scales and minimums [B, S]; those up to `near` away from the rounded ones are tried.
+
+    units: what the integers are multiplied by, [B] each; None for what the largest ones give.
     """
+    limits = steps.integers.lowest_scale, steps.integers.highest_scale
+    if units is None and steps.integers.has_minimums:
+        units = real[0].amax(-1) / limits[1], real[1].amax(-1) / limits[1]
+    elif units is None:
+        units = _extreme(real[0]) / limits[0], torch.zeros(len(real[0]))
     d_B, m_B = map(_half, units)
-    scales, leasts = (
-        (own / _safe(unit)[:, None]).round().clamp(0, largest) for own, unit in zip(real, (d_B, m_B), strict=True)
-    )
-    best: list[Tensor] = []
-    for step in range(-near, near + 1):
-        for other in range(-near, near + 1):
-            s_BS, l_BS = (scales + step).clamp(0, largest), (leasts + other).clamp(0, largest)
-            ds, ml = (d_B[:, None] * s_BS)[..., None], (m_B[:, None] * l_BS)[..., None]
-            q_BSN = ((x_BSN + ml) / _safe(ds)).round_().clamp_(0, levels)
-            error_BS = (w_BSN * (ds * q_BSN - ml - x_BSN).square_()).sum(-1)
-            best = _better(best, [error_BS, s_BS, l_BS, q_BSN])
-    error_BS, s_BS, l_BS, q_BSN = best
-    return _Found(d_B, s_BS, q_BSN, error_BS.sum(-1), m_B, l_BS)
+    scales_BS = (real[0] / safe(d_B)[:, None]).round().clamp(*limits)
+    leasts_BS = (real[1] / safe(m_B)[:, None]).round().clamp(0, limits[1])
+    given = _flat(scales_BS), _flat(leasts_BS), _flat(d_B, scales_BS), _flat(m_B, scales_BS)
+    error_BS, scales_BS, leasts_BS = (each.view(scales_BS.shape) for each in steps.neighbors(*given, near))
+    return _Found(error_BS.sum(-1), d_B, scales_BS, m_B, leasts_BS)
 
 
-def _best_units(x_BSN: Tensor, w_BSN: Tensor, found: _Found) -> tuple[Tensor, Tensor]:
+def _best_units(steps: Steps, found: _Found) -> tuple[Tensor, Tensor]:
     """Return the best scales of blocks, by least squares for x ≈ d·(s·q) − m·l; those found where there are none."""
-    a, b = found.scales_BS[..., None] * found.q_BSN, -found.leasts_BS[..., None].expand_as(x_BSN)
-    aa, ab, bb, xa, xb = (
-        (w_BSN * one * other).sum((1, 2)) for one, other in ((a, a), (a, b), (b, b), (x_BSN, a), (x_BSN, b))
-    )
+    aa, ab, bb, xa, xb = (each.view(found.scales_BS.shape).sum(-1) for each in steps.sums(*found.by_sub_block))
     determinant = aa * bb - ab * ab
-    is_usual = determinant > 1e-6 * aa * bb
-    d_B = torch.where(is_usual, (xa * bb - xb * ab) / _safe(determinant), torch.where(aa > 0, xa / _safe(aa), found.scale_B))
-    m_B = torch.where(is_usual, (xb * aa - xa * ab) / _safe(determinant), torch.zeros_like(d_B))
-    return d_B, m_B
-
-
-def _better(best: list[Tensor], found: list[Tensor]) -> list[Tensor]:
-    """Return, for each sub-block, the candidate with the smaller error, which is the first one of the list."""
-    if not best:
-        return found
-    is_better = found[0] < best[0]
-    return [
-        torch.where(is_better if own.dim() == 2 else is_better[..., None], own, old)
-        for own, old in zip(found, best, strict=True)
-    ]
-
-
-def _symmetric(half: int, largest: int) -> Callable[[Tensor, Tensor], _Found]:
-    """Return the search for x ≈ s·q, −half ≤ q < half, where s is an integer from −largest to largest − 1 times a scale."""
-
-    def search(x_BSN: Tensor, w_BSN: Tensor) -> _Found:
-        extreme_BS = x_BSN.gather(-1, x_BSN.abs().argmax(-1, keepdim=True))[..., 0]
-        wx_BSN, best = w_BSN * x_BSN, [torch.zeros_like(extreme_BS), extreme_BS / -half]
-        stretches = _STRETCHES if half < 16 else _STRETCHES[::4]  # many levels: their ends matter less
-        for stretch in (*stretches, *(2 * -half + 1 - own for own in stretches)):  # the extreme at either end
-            inverse_BS = -(half + stretch) / _safe(extreme_BS)
-            q_BSN = (x_BSN * inverse_BS[..., None]).round_().clamp_(-half, half - 1)
-            xq, q2 = (wx_BSN * q_BSN).sum(-1), (w_BSN * q_BSN * q_BSN).sum(-1)
-            scale = xq / _safe(q2)
-            is_better = -scale * xq < best[0]
-            best = [torch.where(is_better, own, old) for own, old in zip((-scale * xq, scale), best, strict=True)]
-
-        def integers(scale_BS: Tensor, unit_B: Tensor | None = None, near: int = 1) -> _Found:
-            extreme_B = scale_BS.gather(-1, scale_BS.abs().argmax(-1, keepdim=True))[:, 0]
-            d_B = _half(extreme_B / -largest if unit_B is None else unit_B)
-            return _symmetric_integers(x_BSN, w_BSN, scale_BS, d_B, half, largest, near)
-
-        found = integers(best[1])
-        d_B, _ = _best_units(x_BSN, w_BSN, found)
-        again = integers(d_B[:, None] * found.scales_BS, d_B)
-        return found.or_better(again).or_better(integers(extreme_BS / -half, near=0))
-
-    return search
-
-
-def _symmetric_integers(
-    x_BSN: Tensor, w_BSN: Tensor, scale_BS: Tensor, d_B: Tensor, half: int, largest: int, near: int
-) -> _Found:
-    """Return the integers of scales; those up to `near` away from the rounded ones are tried."""
-    scales, best = (scale_BS / _safe(d_B)[:, None]).round().clamp(-largest, largest - 1), list[Tensor]()
-    for step in range(-near, near + 1):
-        s_BS = (scales + step).clamp(-largest, largest - 1)
-        ds = (d_B[:, None] * s_BS)[..., None]
-        q_BSN = (x_BSN / _safe(ds)).round_().clamp_(-half, half - 1)
-        best = _better(best, [(w_BSN * (ds * q_BSN - x_BSN).square_()).sum(-1), s_BS, q_BSN])
-    return _Found(d_B, best[1], best[2], best[0].sum(-1), torch.zeros_like(d_B), torch.zeros_like(scale_BS))
+    is_usual = determinant > LEAST_DETERMINANT * aa * bb
+    d_B = torch.where(is_usual, (xa * bb - xb * ab) / safe(determinant), torch.where(aa > 0, xa / safe(aa), found.scale_B))
+    m_B = torch.where(is_usual, (xb * aa - xa * ab) / safe(determinant), torch.zeros_like(d_B))
+    if not steps.integers.has_minimums:
+        return d_B, m_B
+    return d_B.clamp_min(0), m_B.clamp_min(0)
 
 
 def _packed(numbers: Tensor, bits: int, width: int) -> Tensor:
     """Return numbers of `bits` bits as bytes, in planes of `width` bytes: uint8 [B, numbers · bits / 8]."""
     planes = numbers.to(torch.uint8).reshape(len(numbers), -1, 8 // bits, width)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return (planes << shifts).sum(2, dtype=torch.uint8).flatten(1)
+    packed = planes[:, :, 0].clone()
+    for place in range(1, 8 // bits):
+        packed |= planes[:, :, place] << bits * place
+    return packed.flatten(1)
 
 
 def _bytes_of(scale_B: Tensor) -> Tensor:
@@ -240,33 +190,35 @@ def _six_bits(scales_BS: Tensor, leasts_BS: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _units(found: _Found) -> Iterator[Tensor]:
-    yield from (_bytes_of(found.scale_B), _bytes_of(found.least_B))
+def _units(blocks: _Blocks) -> Iterator[Tensor]:
+    yield from (_bytes_of(blocks.scales.scale_B), _bytes_of(blocks.scales.least_B))
 
 
-def _q2_k(found: _Found) -> Tensor:
-    scales = found.scales_BS.to(torch.uint8) | found.leasts_BS.to(torch.uint8) << 4
-    return torch.cat([scales, _packed(found.q_BSN, 2, 32), *_units(found)], 1)
+def _q2_k(blocks: _Blocks) -> Tensor:
+    scales = blocks.scales.scales_BS.to(torch.uint8) | blocks.scales.leasts_BS.to(torch.uint8) << 4
+    return torch.cat([scales, _packed(blocks.q_BSN, 2, 32), *_units(blocks)], 1)
 
 
-def _q3_k(found: _Found) -> Tensor:
-    q, scales = (found.q_BSN + 4).to(torch.uint8), (found.scales_BS + 32).to(torch.uint8)
+def _q3_k(blocks: _Blocks) -> Tensor:
+    q, scales = (blocks.q_BSN + 4).to(torch.uint8), (blocks.scales.scales_BS + 32).to(torch.uint8)
     parts = [_packed(q >> 2, 1, 32), _packed(q & 3, 2, 32), _packed(scales & 15, 4, 8), _packed(scales >> 4, 2, 4)]
-    return torch.cat([*parts, _bytes_of(found.scale_B)], 1)
+    return torch.cat([*parts, _bytes_of(blocks.scales.scale_B)], 1)
 
 
-def _q4_k(found: _Found) -> Tensor:
-    return torch.cat([*_units(found), _six_bits(found.scales_BS, found.leasts_BS), _packed(found.q_BSN, 4, 32)], 1)
+def _q4_k(blocks: _Blocks) -> Tensor:
+    return torch.cat(
+        [*_units(blocks), _six_bits(blocks.scales.scales_BS, blocks.scales.leasts_BS), _packed(blocks.q_BSN, 4, 32)], 1
+    )
 
 
-def _q5_k(found: _Found) -> Tensor:
-    q, scales = found.q_BSN.to(torch.uint8), _six_bits(found.scales_BS, found.leasts_BS)
-    return torch.cat([*_units(found), scales, _packed(q >> 4, 1, 32), _packed(q & 15, 4, 32)], 1)
+def _q5_k(blocks: _Blocks) -> Tensor:
+    q, scales = blocks.q_BSN.to(torch.uint8), _six_bits(blocks.scales.scales_BS, blocks.scales.leasts_BS)
+    return torch.cat([*_units(blocks), scales, _packed(q >> 4, 1, 32), _packed(q & 15, 4, 32)], 1)
 
 
-def _q6_k(found: _Found) -> Tensor:
-    q, scales = (found.q_BSN + 32).to(torch.uint8), found.scales_BS.to(torch.int8).view(torch.uint8)
-    return torch.cat([_packed(q & 15, 4, 64), _packed(q >> 4, 2, 32), scales, _bytes_of(found.scale_B)], 1)
+def _q6_k(blocks: _Blocks) -> Tensor:
+    q, scales = (blocks.q_BSN + 32).to(torch.uint8), blocks.scales.scales_BS.to(torch.int8).view(torch.uint8)
+    return torch.cat([_packed(q & 15, 4, 64), _packed(q >> 4, 2, 32), scales, _bytes_of(blocks.scales.scale_B)], 1)
 
 
 @dataclass(frozen=True)
@@ -275,16 +227,16 @@ class _Form:
 
     parts: tuple[int, int]
     """Number of sub-blocks, and of numbers in each."""
-    search: Callable[[Tensor, Tensor], _Found]
-    pack: Callable[[_Found], Tensor]
+    integers: Integers
+    pack: Callable[[_Blocks], Tensor]
 
 
 _FORMS = {
-    "Q2_K": _Form((16, 16), _affine(3, 15), _q2_k),
-    "Q3_K": _Form((16, 16), _symmetric(4, 32), _q3_k),
-    "Q4_K": _Form((8, 32), _affine(15, 63), _q4_k),
-    "Q5_K": _Form((8, 32), _affine(31, 63), _q5_k),
-    "Q6_K": _Form((16, 16), _symmetric(32, 128), _q6_k),
+    "Q2_K": _Form((16, 16), Integers(0, 3, 0, 15), _q2_k),
+    "Q3_K": _Form((16, 16), Integers(-4, 3, -32, 31), _q3_k),
+    "Q4_K": _Form((8, 32), Integers(0, 15, 0, 63), _q4_k),
+    "Q5_K": _Form((8, 32), Integers(0, 31, 0, 63), _q5_k),
+    "Q6_K": _Form((16, 16), Integers(-32, 31, -128, 127), _q6_k),
 }
 K_TYPES = tuple(_FORMS)
 """Names of the types that `rounded_to_k` writes."""

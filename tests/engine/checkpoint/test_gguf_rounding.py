@@ -11,9 +11,11 @@ from torch import Tensor
 from engine.checkpoint.gguf import rounding
 from engine.checkpoint.gguf.blocks import dequantized
 from engine.checkpoint.gguf.rounding import K_TYPES, rounded_to_k
+from engine.checkpoint.gguf.rounding_steps import CompiledSteps, Integers, Steps, steps_of
 from engine.checkpoint.gguf.writer import encoded
 from engine.errors import UnsupportedError
 from engine.files.gguf_types import BLOCK_TYPES
+from engine.kernels.kernel_choice import KERNELS
 
 KINDS = {kind.name: kind for kind in BLOCK_TYPES.values()}
 LEVELS = {"Q2_K": (3, 15), "Q4_K": (15, 63), "Q5_K": (31, 63)}
@@ -114,6 +116,48 @@ def test_pieces_do_not_depend_on_how_many_blocks_are_rounded_at_once(monkeypatch
     whole = rounded_to_k(x, KINDS["Q4_K"], w)
     monkeypatch.setattr(rounding, "_BLOCKS_AT_ONCE", 3)
     assert torch.equal(rounded_to_k(x, KINDS["Q4_K"], w), whole)
+
+
+@pytest.mark.parametrize(
+    "integers", [Integers(0, 15, 0, 63), Integers(-4, 3, -32, 31), Integers(-32, 31, -128, 127)], ids=str
+)
+def test_compiled_steps_equal_those_of_torch(integers: Integers) -> None:
+    """For a number of sub-blocks that fills no register, and one sub-block of zeros.
+
+    Where two candidates have nearly equal errors, or a number lies between two integers, each may choose another one.
+    """
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(4)
+    x_NL, w_NL = torch.randn(16, 1003, generator=generator), torch.rand(16, 1003, generator=generator) + 0.1
+    x_NL[:, 5] = 0
+    compiled, plain = steps_of(x_NL, w_NL, integers), Steps(x_NL, w_NL, integers)
+    assert isinstance(compiled, CompiledSteps)
+
+    def share_of_equal(name: str, *given: Tensor | int) -> float:
+        both = [getattr(each, name)(*given) for each in (compiled, plain)]
+        own, other = (torch.stack([*each]) if isinstance(each, tuple) else each for each in both)
+        return float(torch.isclose(own, other, rtol=1e-4, atol=1e-5).float().mean())
+
+    low_L = x_NL.amin(0).clamp_max(0)
+    s_L, l_L = (torch.randint(1, 31, (1003,), generator=generator).float() for _ in range(2))
+    scales = (s_L, l_L * integers.has_minimums, torch.full((1003,), 0.02), torch.full((1003,), 0.05))
+    if integers.has_minimums:
+        assert share_of_equal("affine_fit", low_L, x_NL.amax(0) - low_L) > 0.98
+    else:
+        assert share_of_equal("symmetric_fit", x_NL.amax(0)) > 0.98
+    assert share_of_equal("neighbors", *scales, 0) == 1 and share_of_equal("neighbors", *scales, 1) == 1
+    assert share_of_equal("sums", *scales) > 0.98
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+def test_compiled_steps_reach_the_error_of_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    x, w = numbers(), torch.rand(512, generator=torch.Generator().manual_seed(5)) + 0.01
+    compiled = error(x, read(rounded_to_k(x, KINDS[name], w), name), w)
+    monkeypatch.setenv(KERNELS, "torch")
+    assert float(compiled.sum() / error(x, read(rounded_to_k(x, KINDS[name], w), name), w).sum()) == pytest.approx(
+        1, rel=0.01
+    )
 
 
 def test_numbers_that_are_too_large_are_refused() -> None:
