@@ -169,7 +169,8 @@ def table(figures: dict[str, Any]) -> str:
         rows.append([f"{ffns} {'FFN' if ffns == 1 else 'FFNs'}, {select}", *cells])
     header = ["", "untrained", f"{steps} distillation steps", f"+ {steps} fine-tuning steps"]
     seeds = len({line["seed"] for line in done})
-    note = f"Perplexity on {figures['sequences']} × {figures['length']} held-out tokens, {seeds} seed(s), "
+    note = f"Perplexity on {figures['sequences']} × {figures['length']} held-out tokens, "
+    note += f"{seeds} {'seed' if seeds == 1 else 'seeds'}, "
     note += f"in brackets its ratio to the mixture's, {teacher:.2f}. From scratch: {2 * steps} steps on the text alone.\n\n"
     return note + markdown(header, rows)
 

@@ -280,7 +280,7 @@ def table(figures: dict[str, Any]) -> str:
     seeds = len({line["seed"] for line in done})
     threads = "one thread" if figures["threads"] == 1 else f"{figures['threads']} threads"
     note = f"Signatures of functions from name and docstring; {figures['steps']} updates of {figures['batch_size']} "
-    return f"{note}prompts, {seeds} seed(s), {threads}.\n\n{markdown(header, rows)}"
+    return f"{note}prompts, {seeds} {'seed' if seeds == 1 else 'seeds'}, {threads}.\n\n{markdown(header, rows)}"
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:

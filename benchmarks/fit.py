@@ -214,8 +214,8 @@ def table(figures: dict[str, Any]) -> str:
     if shares:
         least = min(shares)
         about += (
-            f" llama.cpp's rows have its importance matrix; rows of numbers too short for their type gave at "
-            f"least {least[0]} of {least[1]} tensors another type."
+            f" llama.cpp's rows have its importance matrix. In them at least {least[0]} of {least[1]} tensors have another "
+            "type, because their rows are too short for the blocks of the one named."
         )
     about += "\n\n"
     head = ["", "MB", "ratio", "KL", "`fit`: ratio", "KL", "`fit` over the row"]

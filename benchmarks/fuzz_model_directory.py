@@ -1,4 +1,4 @@
-"""Mutates model directories and the files beside them, and checks the outcome of every door.
+"""Mutates model directories and the files beside them, and checks the outcome of every entry.
 
     python benchmarks/fuzz_model_directory.py [--mutations 10000] [--seed 0] [--jobs 2]
         python benchmarks/fuzz_model_directory.py --only 1234        # repeats one mutation, with all output
@@ -6,8 +6,8 @@
 Each mutation changes one file of a tiny artifact, of an exported one, or of a run's other inputs: bytes (flip, cut, insert,
 splice, repeat) or structure (an absurd value, a key removed, renamed or given twice, two values swapped, steps of a
 tokenizer or pieces of a template inserted). Half of the changed artifacts are signed again: their compression.json lists the
-present files, as an attacker can write it. Then one or two doors (tests/support/doors_for_tests.py) are opened, each in a
-forked process with limits on memory and time. There must be no traceback, no signal, no hang, no file written outside the
+present files, as an attacker can write it. Then one or two entries (tests/support/entries_for_tests.py) are opened, each in
+a forked process with limits on memory and time. There must be no traceback, no signal, no hang, no file written outside the
 output, and under --checksums, unless the artifact was signed again, no text but the original's. The mutations are in
 mutations.py and tokenizer_mutations.py.
 
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "engine" / "server"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from doors_for_tests import DOORS, Outcome, make_place, run_door
+from entries_for_tests import ENTRIES, Outcome, make_place, run_entry
 from mutations import Change, change_bytes, change_digested, change_graph, change_header, change_json
 from results import RESULTS, markdown, remember, remembered, save
 from test_attacks import sign
@@ -51,14 +51,14 @@ FAILURES = OUTCOMES[3:]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of mutation: the files of a place that it changes, how, and the doors that read them."""
+    """One kind of mutation: the files of a place that it changes, how, and the entries that read them."""
 
     files: tuple[str, ...]
-    doors: tuple[str, ...]
-    """Doors of which one is opened for each mutation."""
+    entries: tuple[str, ...]
+    """Entries of which one is opened for each mutation."""
     structure: Change | None = None
     always: tuple[str, ...] = ("generate --checksums",)
-    """Doors that are opened for every mutation."""
+    """Entries that are opened for every mutation."""
     of: str = "artifact"
 
 
@@ -93,14 +93,14 @@ BY_FORMAT: dict[str, Change] = {
 
 @dataclass
 class Fuzz:
-    """A place that is mutated, and the results of its doors without a mutation."""
+    """A place that is mutated, and the results of its entries without a mutation."""
 
     good: Path
     place: Path
     seed: int
 
     def try_one(self, number: int, show: bool = False) -> dict[str, Any]:
-        """Try one mutation, and return its description and its outcome at each door."""
+        """Try one mutation, and return its description and its outcome at each entry."""
         kind_name = list(KINDS)[number % len(KINDS)]
         kind, chosen = KINDS[kind_name], random.Random(self.seed * 10**9 + number)
         shutil.rmtree(self.place, ignore_errors=True)
@@ -112,16 +112,16 @@ class Fuzz:
             sign(directory)
         found: dict[str, str] = {}
         seconds = 0.0
-        for door in (*kind.always, chosen.choice(kind.doors)):
-            outcome = run_door(door, DOORS[door], self.place, directory, cpu_seconds=CPU_SECONDS, seconds=SECONDS)
+        for entry in (*kind.always, chosen.choice(kind.entries)):
+            outcome = run_entry(entry, ENTRIES[entry], self.place, directory, cpu_seconds=CPU_SECONDS, seconds=SECONDS)
             seconds += outcome.seconds
-            found[door] = self._verdict(outcome, kind, signed)
-            if show or found[door] in FAILURES:
+            found[entry] = self._verdict(outcome, kind, signed)
+            if show or found[entry] in FAILURES:
                 print(
-                    f"{number}: {kind_name}, {how}, {'signed' if signed else 'as it is'}: {found[door]}: {outcome}",
+                    f"{number}: {kind_name}, {how}, {'signed' if signed else 'as it is'}: {found[entry]}: {outcome}",
                     flush=True,
                 )
-        return {"number": number, "kind": kind_name, **how, "signed": signed, "doors": found, "seconds": round(seconds, 3)}
+        return {"number": number, "kind": kind_name, **how, "signed": signed, "entries": found, "seconds": round(seconds, 3)}
 
     def _mutate(self, directory: Path, kind: Kind, chosen: random.Random) -> dict[str, str]:
         pattern = chosen.choice(kind.files)
@@ -144,17 +144,17 @@ class Fuzz:
             return named.get(outcome.kind, "signal")
         if outcome.kind == "refused":
             return "refused"
-        if outcome.result == self.result(outcome.door, kind.of):
+        if outcome.result == self.result(outcome.entry, kind.of):
             return "loaded"
-        return "mixed up" if outcome.door.endswith("--checksums") and not signed else "loaded differently"
+        return "mixed up" if outcome.entry.endswith("--checksums") and not signed else "loaded differently"
 
-    def result(self, door: str, of: str) -> Any:
-        """Return the result of a door without a mutation."""
-        if (door, of) not in _RESULTS:
-            outcome = run_door(door, DOORS[door], self.good, self.good / of)
+    def result(self, entry: str, of: str) -> Any:
+        """Return the result of an entry without a mutation."""
+        if (entry, of) not in _RESULTS:
+            outcome = run_entry(entry, ENTRIES[entry], self.good, self.good / of)
             assert outcome.kind == "done", outcome
-            _RESULTS[door, of] = outcome.result
-        return _RESULTS[door, of]
+            _RESULTS[entry, of] = outcome.result
+        return _RESULTS[entry, of]
 
 
 _RESULTS: dict[tuple[str, str], Any] = {}
@@ -185,10 +185,10 @@ def run_many(good: Path, folder: Path, seed: int, numbers: list[int], jobs: int)
 
 
 def counted(lines: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return counts of the doors' outcomes by kind."""
+    """Return counts of the entries' outcomes by kind."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     for line in lines:
-        counts[line["kind"]].update(line["doors"].values())
+        counts[line["kind"]].update(line["entries"].values())
         counts[line["kind"]]["mutations"] += 1
     return {kind: dict(own) for kind, own in counts.items()}
 
@@ -219,10 +219,10 @@ def main() -> int:
         make_place(good)
         fuzz = Fuzz(good, folder / "place", options.seed)
         if options.only is not None:
-            return int(bool(set(fuzz.try_one(options.only, show=True)["doors"].values()) & set(FAILURES)))
+            return int(bool(set(fuzz.try_one(options.only, show=True)["entries"].values()) & set(FAILURES)))
         for kind in KINDS.values():
-            for door in (*kind.always, *kind.doors):
-                fuzz.result(door, kind.of)  # computed before the fork, so that all processes share it
+            for entry in (*kind.always, *kind.entries):
+                fuzz.result(entry, kind.of)  # computed before the fork, so that all processes share it
         done = {line["number"] for line in remembered(STATE) if line["seed"] == options.seed}
         wanted = [list(KINDS).index(kind) for kind in options.kinds.split(",")]
         numbers = [n for n in range(options.mutations) if n not in done and n % len(KINDS) in wanted]

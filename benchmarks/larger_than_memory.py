@@ -257,7 +257,7 @@ def table(figures: dict[str, Any]) -> str:
         )
     rows[0].append("")
     header = ["model / memory", "expert cache, tokens/s", "of free memory", "plain mapping", NAME, "experts found"]
-    header += ["by LRU, our policy, the best in hindsight", "what the disk allows the best policy"]
+    header += ["simulated without reading ahead: LRU, ours, best in hindsight", "what the disk allows the best policy"]
     return markdown(header, rows)
 
 

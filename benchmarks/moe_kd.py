@@ -317,7 +317,12 @@ def table(figures: dict[str, Any]) -> str:
         teacher = percent([line for line in own if line["method"] == "teacher"], "metric_after")
         header = ["method"]
         for student in setting["students"]:
-            header += [student, f"less {WHOLE}", "without experts", *(["letters, probed"] if setting["probe"] else [])]
+            header += [
+                student,
+                f"above {WHOLE}, points",
+                "without experts",
+                *(["letters, probed"] if setting["probe"] else []),
+            ]
         rows = []
         for method in setting["methods"]:
             row = [method]

@@ -229,7 +229,16 @@ def table(figures: dict[str, Any]) -> str:
         beside = beside_text(row["own_rates"], row["peer_rates"]) if "peer" in row else ""
         rows.append([row["model"], f"{row['parameters'] / 1e9:.2f}", *size, f"{statistics.median(ratios):.2f}", beside])
     aimed = f"{figures['allowed_times']} × stored + KV cache + {figures['allowed_beyond'] / 1e6:.0f}"
-    header = ["MB", "B parameters", "stored", "after loading", "resident", aimed, "speed / bfloat16", f"speed / {NAME}"]
+    header = [
+        "model",
+        "parameters, B",
+        "stored, MB",
+        "after loading, MB",
+        "resident, MB",
+        aimed,
+        "speed / bfloat16",
+        f"speed / {NAME}",
+    ]
     return markdown(header, rows)
 
 

@@ -214,7 +214,7 @@ def table(figures: dict[str, Any]) -> str:
     about = f"Perplexity over that of the mixture, with intervals of 95 % over documents. Perplexities: {named}."
     tables = [markdown(header, lines), markdown(["other results", "perplexity ratio"], others)]
     tasks = [[run["title"].removeprefix(TASK), *accuracies(run["task"])] for run in figures["runs"] if "task" in run]
-    tables += [markdown(["half removed, if any", "accuracy", "accuracy by length"], tasks)] if tasks else []
+    tables += [markdown(["model", "accuracy on ARC-Easy", "accuracy, normalized by length"], tasks)] if tasks else []
     return "\n".join([f"{about}\n", *tables])
 
 

@@ -1,4 +1,4 @@
-"""Requests of all kinds through all doors, and the check of each answer, for benchmarks/serving_soak.py.
+"""Requests of all kinds through all interfaces, and the check of each answer, for benchmarks/serving_soak.py.
 
 Every request ends in one of OUTCOMES. An answer that follows a schema, an expression or a forced call is checked if it is
 complete. Clients that leave close the connection, in the middle of a stream or while they wait.
@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 
-DOORS = {
+INTERFACES = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
     "responses": "/v1/responses",
@@ -54,7 +54,7 @@ TEMPLATE = (
 class Asking:
     """One request."""
 
-    door: str
+    interface: str
     kind: str
     body: dict[str, Any]
     name: str
@@ -82,7 +82,7 @@ class Tally:
     """Counts of outcomes."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    doors: Counter[str] = field(default_factory=Counter)
+    interfaces: Counter[str] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)
     """Complete answers that had to follow something, by kind."""
     losses: list[str] = field(default_factory=list)
@@ -96,30 +96,30 @@ def schema_of(name: str) -> dict[str, Any]:
 
 def asking(model: str, rng: random.Random) -> Asking:
     """Return a random request."""
-    door = rng.choice(list(DOORS))
+    interface = rng.choice(list(INTERFACES))
     is_refused = rng.random() < REFUSED_SHARE
-    kind = rng.choice([kind for kind in KINDS[door] if (kind in REFUSED) == is_refused])
+    kind = rng.choice([kind for kind in KINDS[interface] if (kind in REFUSED) == is_refused])
     stream = rng.random() < 0.5
     name = f"city_{rng.randrange(200)}"
     body: dict[str, Any] = {"model": model, "stream": stream, "temperature": rng.choice((0, 1)), "seed": rng.randrange(1000)}
-    if door == "messages":
+    if interface == "messages":
         del body["seed"]
-    body["max_output_tokens" if door == "responses" else "max_tokens"] = NEW_TOKENS
+    body["max_output_tokens" if interface == "responses" else "max_tokens"] = NEW_TOKENS
     schema = {"type": "nothing"} if kind == "bad schema" else schema_of(name)
     prompt = rng.choice(PROMPTS)
-    body |= {"prompt": prompt} if door == "completions" else _turns(door, prompt, kind)
+    body |= {"prompt": prompt} if interface == "completions" else _turns(interface, prompt, kind)
     if kind in ("tools", "forced"):
-        body |= _tools(door, schema, kind == "forced")
+        body |= _tools(interface, schema, kind == "forced")
     elif kind in ("schema", "bad schema"):
-        body |= _format(door, schema)
+        body |= _format(interface, schema)
     elif kind == "regex":
         body |= {"structured_outputs": {"regex": REGEX}}
     leaves = rng.random()
     after = rng.randint(1, 12) if stream and leaves < LEAVES else None
-    return Asking(door, kind, body, name, after, rng.random() * PATIENCE if leaves > 1 - LEAVES_EARLY else None)
+    return Asking(interface, kind, body, name, after, rng.random() * PATIENCE if leaves > 1 - LEAVES_EARLY else None)
 
 
-def _turns(door: str, prompt: str, kind: str) -> dict[str, Any]:
+def _turns(interface: str, prompt: str, kind: str) -> dict[str, Any]:
     turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     if kind == "no call":  # the result of a call that nobody made
         result: dict[str, dict[str, Any]] = {
@@ -127,41 +127,41 @@ def _turns(door: str, prompt: str, kind: str) -> dict[str, Any]:
             "responses": {"type": "function_call_output", "call_id": "call_1", "output": "21"},
             "messages": {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "21"}]},
         }
-        turns.append(result[door])
-    return {"input" if door == "responses" else "messages": turns}
+        turns.append(result[interface])
+    return {"input" if interface == "responses" else "messages": turns}
 
 
-def _tools(door: str, schema: dict[str, Any], forced: bool) -> dict[str, Any]:
-    if door == "messages":
+def _tools(interface: str, schema: dict[str, Any], forced: bool) -> dict[str, Any]:
+    if interface == "messages":
         tool = {"name": "weather", "input_schema": schema}
         return {"tools": [tool], "tool_choice": {"type": "any" if forced else "auto"}}
     function = {"name": "weather", "parameters": schema}
-    given = {"type": "function", "function": function} if door == "chat" else {"type": "function", **function}
+    given = {"type": "function", "function": function} if interface == "chat" else {"type": "function", **function}
     return {"tools": [given], "tool_choice": "required" if forced else "auto"}
 
 
-def _format(door: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _format(interface: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {
         "chat": {"response_format": {"type": "json_schema", "json_schema": {"name": "own", "schema": schema}}},
         "completions": {"structured_outputs": {"json": schema}},
         "responses": {"text": {"format": {"type": "json_schema", "name": "own", "schema": schema}}},
         "messages": {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
-    }[door]
+    }[interface]
 
 
 # Answers
 
 
-def hear(door: str, answer: dict[str, Any], heard: Heard) -> None:
+def hear(interface: str, answer: dict[str, Any], heard: Heard) -> None:
     """Take over a whole answer."""
-    if door == "completions":
+    if interface == "completions":
         heard.text, heard.ended = answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
-    elif door == "chat":
+    elif interface == "chat":
         (choice,) = answer["choices"]
         message = choice["message"]
         heard.text, heard.ended = message["content"] or "", choice["finish_reason"]
         heard.calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()]
-    elif door == "responses":
+    elif interface == "responses":
         items = answer["output"]
         heard.text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
         heard.calls = [[item["name"], item["arguments"]] for item in items if item["type"] == "function_call"]
@@ -173,13 +173,13 @@ def hear(door: str, answer: dict[str, Any], heard: Heard) -> None:
         heard.ended = "length" if answer["stop_reason"] == "max_tokens" else "stop"
 
 
-def hear_event(door: str, event: dict[str, Any], heard: Heard) -> bool:
+def hear_event(interface: str, event: dict[str, Any], heard: Heard) -> bool:
     """Take over an event of a stream. Returns whether it is the last one."""
     kind = event.get("type")
-    if "error" in event and (kind in (None, "error") or door in ("chat", "completions")):
+    if "error" in event and (kind in (None, "error") or interface in ("chat", "completions")):
         heard.error = json.dumps(event["error"], ensure_ascii=False)
     elif kind in ("response.completed", "response.incomplete"):
-        hear(door, event["response"], heard)
+        hear(interface, event["response"], heard)
     elif kind == "response.failed":
         heard.error = json.dumps(event["response"]["error"], ensure_ascii=False)
     elif kind == "content_block_start" and event["content_block"]["type"] == "tool_use":
@@ -227,17 +227,17 @@ def problem(asked: Asking, heard: Heard) -> str | None:
 async def send(client: httpx2.AsyncClient, asked: Asking) -> tuple[int, Heard, bool]:
     """Return the status, the answer, and whether the client left before its end."""
     heard = Heard()
-    async with client.stream("POST", DOORS[asked.door], json=asked.body) as answer:
+    async with client.stream("POST", INTERFACES[asked.interface], json=asked.body) as answer:
         if answer.status_code != 200:
             heard.error = (await answer.aread()).decode()
             return answer.status_code, heard, False
         if not asked.body["stream"]:
-            hear(asked.door, json.loads(await answer.aread()), heard)
+            hear(asked.interface, json.loads(await answer.aread()), heard)
             return 200, heard, False
         events = 0
         async for line in answer.aiter_lines():
             if line == "data: [DONE]" or (
-                line.startswith("data: ") and hear_event(asked.door, json.loads(line.removeprefix("data: ")), heard)
+                line.startswith("data: ") and hear_event(asked.interface, json.loads(line.removeprefix("data: ")), heard)
             ):
                 return 200, heard, False
             events += line.startswith("data: ")
@@ -270,7 +270,7 @@ async def outcome(client: httpx2.AsyncClient, asked: Asking, tally: Tally) -> st
 
 
 async def send_mix(url: str, count: int, concurrency: int, seed: int) -> Tally:
-    """Send so many random requests through all doors, so many at once."""
+    """Send so many random requests through all interfaces, so many at once."""
     rng, tally = random.Random(seed), Tally()
     async with httpx2.AsyncClient(base_url=url, timeout=300, trust_env=False) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -280,10 +280,10 @@ async def send_mix(url: str, count: int, concurrency: int, seed: int) -> Tally:
             for asked in left:
                 found = await outcome(client, asked, tally)
                 tally.outcomes[found.partition(":")[0]] += 1
-                tally.doors[asked.door] += 1
+                tally.interfaces[asked.interface] += 1
                 if found.startswith("lost"):
                     tally.losses.append(
-                        f"{asked.door} {asked.kind} {'stream' if asked.body['stream'] else 'whole'}: {found}"
+                        f"{asked.interface} {asked.kind} {'stream' if asked.body['stream'] else 'whole'}: {found}"
                     )
 
         await asyncio.gather(*(work() for _ in range(concurrency)))

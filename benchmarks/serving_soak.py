@@ -1,7 +1,7 @@
 """Checks a server under load: many kinds of requests at once, then steady load for a long time.
 
     python benchmarks/serving_soak.py [--requests 20000] [--concurrency 8] [--threads 1] [--bodies 2] [--no-attackers]
-    python benchmarks/serving_soak.py --only-doors [--requests 20000] [--concurrency 8] [--threads 1]
+    python benchmarks/serving_soak.py --only-interfaces [--requests 20000] [--concurrency 8] [--threads 1]
 
 First 200 requests are sent at once: streams and whole answers, clients that disconnect, prompts that are too long, and
 invalid bodies. Every valid request must get the text that it gets alone. This is repeated with a short queue, where some
@@ -9,9 +9,9 @@ requests are told to come back later. Then follows steady load in rounds. After 
 and descriptors, failures, and the server's counts against the client's. In every other round benchmarks/serving_attacks.py
 attacks the server from a process of its own: no request may be lost, nobody may get a 5xx but 503, and the time per token of
 the steady load may be at most twice that without attacks. The server may open few files, so that connections compete. Last,
-as many requests of all kinds go through all doors (serving_doors.py) to a server whose engine's thread fails now and then.
-The script writes results/serving_soak.json, and exits with 1 if a check fails. With --only-doors the last part runs alone,
-and nothing is written.
+as many requests of all kinds go through all interfaces (serving_interfaces.py) to a server whose engine's thread fails now
+and then. The script writes results/serving_soak.json, and exits with 1 if a check fails. With --only-interfaces the last
+part runs alone, and nothing is written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 import httpx2
 import psutil
 from results import ROOT, markdown, require, save
-from serving_doors import broken_doors, door_rows, doors
+from serving_interfaces import broken_interfaces, interface_rows, interfaces
 from serving_process import at_rest, counted, server
 
 from engine.bench.load_test import load_test
@@ -256,7 +256,7 @@ def table(found: dict[str, Any]) -> str:
         [f"{found['at_once']} requests of all kinds at once: too long or malformed, refused with 400", str(refused)],
         ["texts that differ from those of the prompt alone", str(mixed_load["wrong"])],
         [f"with a queue of {found['queue']}: refused with 429", str(told)],
-        *(door_rows(found["doors"]) if "doors" in found else ()),
+        *(interface_rows(found["interfaces"]) if "interfaces" in found else ()),
     ]
     return markdown(["", "demo model"], rows)
 
@@ -305,18 +305,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-attackers", action="store_true")
     parser.add_argument("--bodies", type=float, default=2.0, help="Of attackers, a second; 0 for none.")
-    parser.add_argument("--only-doors", action="store_true", help="Send requests of all kinds through all doors, no more.")
+    parser.add_argument(
+        "--only-interfaces", action="store_true", help="Send requests of all kinds through all interfaces, no more."
+    )
     arguments = parser.parse_args()
     require("llguidance")
     threads = ("--threads", str(arguments.threads))
     found: dict[str, Any] = {}
-    if not arguments.only_doors:
+    if not arguments.only_interfaces:
         attacks = None if arguments.no_attackers else ("--bodies", str(arguments.bodies))
         found = under_load(arguments.requests, arguments.concurrency, arguments.rounds, attacks, threads)
-    found["doors"] = doors(arguments.requests, arguments.concurrency, arguments.rounds, *threads)
-    problems = ([] if arguments.only_doors else broken(found)) + broken_doors(found["doors"])
-    if arguments.only_doors:
-        print(markdown(["", "demo model"], door_rows(found["doors"])))
+    found["interfaces"] = interfaces(arguments.requests, arguments.concurrency, arguments.rounds, *threads)
+    problems = ([] if arguments.only_interfaces else broken(found)) + broken_interfaces(found["interfaces"])
+    if arguments.only_interfaces:
+        print(markdown(["", "demo model"], interface_rows(found["interfaces"])))
     else:
         save("serving_soak", found | {"problems": problems})
     print("\n".join(problems) or "every promise was kept")

@@ -1,4 +1,4 @@
-"""The rules of the house: rooms have doors, imports go one way, nothing is unpickled, every public name has a docstring.
+"""The rules of the house: imports go one way, nothing is unpickled, every room and every public name has a docstring.
 
 `make shape` prints the sizes that are only guides.
 """
@@ -70,7 +70,7 @@ ORDER = {
     "engine/families/gguf": ENGINE.index("families"),
     "engine/checkpoint/gguf": ENGINE.index("checkpoint"),
     **{f"engine/kernels/{part}": ENGINE.index("kernels") for part in ("compiler", "stored")},
-    **{f"engine/server/{part}": ENGINE.index("server") for part in ("connections", "doors", "reading")},
+    **{f"engine/server/{part}": ENGINE.index("server") for part in ("connections", "interfaces", "reading")},
     "compress/commands": 98,
 }
 BESIDE_ENGINE, CALIBRATE, TABLE = len(ENGINE), len(ENGINE) + 1, len(ENGINE) + 1.5
@@ -105,13 +105,13 @@ def file_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def test_every_room_has_a_place_and_a_door() -> None:
+def test_every_room_has_a_place_and_a_docstring() -> None:
     rooms = {room for path in shape.source_files() if "/" in (room := shape.room_of(path))}
     assert rooms == set(ORDER)
     for room in (*sorted(rooms), "compress", "calibrate", "engine"):
-        door = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8")))
-        words = " ".join((door or "").split())
-        assert door, f"{room}/__init__.py says what lives there"
+        docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8")))
+        words = " ".join((docstring or "").split())
+        assert docstring, f"{room}/__init__.py says what lives there"
         if room in rooms:
             assert "Start with `" in words or "tart reading in `" in words, f"{room}/__init__.py says where to start"
 

@@ -159,16 +159,16 @@ def test_readme_is_short_and_has_each_folder():
     assert {folder for folder in folders if any(line.startswith(f"- `{folder}/`") for line in lines)} == folders
 
 
-def test_each_room_has_a_door_and_is_on_the_map():
+def test_each_room_has_a_docstring_and_is_on_the_map():
     folders = {path.parent for top in ("engine", "compress") for path in (ROOT / top).rglob("*.py")}
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     rooms = {folder.relative_to(ROOT).as_posix() for folder in folders}
-    without_door = {
+    without_docstring = {
         room
         for room in rooms
         if ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))) is None
     }
-    assert not without_door
+    assert not without_docstring
     assert not {room for room in rooms if f"`{room}`" not in page and f"`{room}/`" not in page}
 
 

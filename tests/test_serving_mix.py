@@ -10,19 +10,19 @@ from typing import Any
 
 import httpx2
 import pytest
-from serving_doors import broken_doors
-from serving_mix import DOORS, KINDS, Asking, Tally, asking, outcome
+from serving_interfaces import broken_interfaces
+from serving_mix import INTERFACES, KINDS, Asking, Tally, asking, outcome
 
 GOOD = '{"city_1": "Rome", "days": 3}'
 
 
-def found(door: str, kind: str, answer: Any, stream: bool = False, status: int = 200, leave: int | None = None) -> str:
+def found(interface: str, kind: str, answer: Any, stream: bool = False, status: int = 200, leave: int | None = None) -> str:
     """Return the outcome of a request that gets an answer, or a stream with these events."""
-    asked = Asking(door, kind, {"stream": stream}, "city_1", leave, None)
+    asked = Asking(interface, kind, {"stream": stream}, "city_1", leave, None)
     body = "".join(f"data: {each if isinstance(each, str) else json.dumps(each)}\n\n" for each in answer) if stream else ""
 
     def respond(request: httpx2.Request) -> httpx2.Response:
-        assert request.url.path == DOORS[door]
+        assert request.url.path == INTERFACES[interface]
         return httpx2.Response(status, content=body or json.dumps(answer))
 
     async def ask() -> str:
@@ -85,7 +85,9 @@ def test_statuses() -> None:
 def test_every_kind_is_asked() -> None:
     rng = random.Random(0)
     asked = [asking("m", rng) for _ in range(2000)]
-    assert {(each.door, each.kind) for each in asked} == {(door, kind) for door, kinds in KINDS.items() for kind in kinds}
+    assert {(each.interface, each.kind) for each in asked} == {
+        (interface, kind) for interface, kinds in KINDS.items() for kind in kinds
+    }
     assert any(each.leave_after for each in asked) and any(each.patience for each in asked)
 
 
@@ -98,8 +100,8 @@ def sent(ended: float = 90.0, lost: int = 0, last: dict[str, float] | None = Non
     return {"rounds": rounds, "outcomes": counts, "sent": 2000, "server": figures, "losses": ["one"] * lost}
 
 
-def test_broken_promises_of_the_doors_are_found() -> None:
-    assert broken_doors(sent()) == [] == broken_doors(sent(last={"resident_bytes": 102.0}))
+def test_broken_promises_of_the_interfaces_are_found() -> None:
+    assert broken_interfaces(sent()) == [] == broken_interfaces(sent(last={"resident_bytes": 102.0}))
     for figures, said in (
         (sent(lost=1), "one"),
         (sent(ended=84.0), "84 requests ended"),
@@ -108,5 +110,5 @@ def test_broken_promises_of_the_doors_are_found() -> None:
         (sent(last={"cache_free_share": 0.99}), "blocks of the cache"),
         (sent(last={"left_running": 1}), "still running"),
     ):
-        (problem,) = broken_doors(figures)
+        (problem,) = broken_interfaces(figures)
         assert said in problem

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from engine.server.doors.error_forms import is_anthropic
-from engine.server.doors.table import DOORS
+from engine.server.interfaces.error_forms import is_anthropic
+from engine.server.interfaces.table import INTERFACES
 from engine.server.reading.schema import Body, ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -27,7 +27,7 @@ BODIES: tuple[type[Body], ...] = (
     CompletionRequest,
     TokenizeRequest,
     DetokenizeRequest,
-    *(door.body for door in DOORS.values()),
+    *(interface.body for interface in INTERFACES.values()),
 )
 
 

@@ -34,12 +34,12 @@ from engine.server.connections.connection import (
     error_response,
     while_connected,
 )
-from engine.server.doors.form import AnswerForm, ChatForm
-from engine.server.doors.messages_answer import MessagesForm
-from engine.server.doors.responses_answer import ResponsesForm
-from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError, api_error, no_object, unknown_model
 from engine.server.exchange import Exchange
+from engine.server.interfaces.form import AnswerForm, ChatForm
+from engine.server.interfaces.messages_answer import MessagesForm
+from engine.server.interfaces.responses_answer import ResponsesForm
+from engine.server.interfaces.table import INTERFACES
 from engine.server.metrics import Metrics, text_of_several
 from engine.server.model_memory import MODEL_BYTES
 from engine.server.models import Models, Taken
@@ -186,7 +186,7 @@ def create_app(state: State) -> FastAPI:
     )
     _handle_errors(app, state)
     _add_completions(app, state)
-    _add_doors(app, state)
+    _add_interfaces(app, state)
     _add_tokens(app, state)
     _add_figures(app, state)
     _add_pages(app)
@@ -233,9 +233,9 @@ def _add_completions(app: FastAPI, state: State) -> None:
         return await _answer(state, request, CompletionAnswer)
 
 
-def _add_doors(app: FastAPI, state: State) -> None:
+def _add_interfaces(app: FastAPI, state: State) -> None:
     def described(path: str) -> dict[str, Any]:
-        return described_body(DOORS[path].body)
+        return described_body(INTERFACES[path].body)
 
     @app.post("/v1/responses", responses=STREAMED, openapi_extra=described("/v1/responses"))
     async def responses(request: Request) -> Response:

@@ -1,7 +1,7 @@
-"""Runs an agent of the package openai-agents: python agents_sdk.py URL DOOR STREAM, in a Python that has the package.
+"""Runs an agent of the package openai-agents: python agents_sdk.py URL INTERFACE STREAM, in a Python that has the package.
 
-DOOR is "chat" or "responses", and STREAM "whole" or "stream". The agent's tool writes what it is given into notes.txt and
-returns how many lines the file has. The script prints one JSON object: the final output, and the tool's calls.
+INTERFACE is "chat" or "responses", and STREAM "whole" or "stream". The agent's tool writes what it is given into notes.txt
+and returns how many lines the file has. The script prints one JSON object: the final output, and the tool's calls.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ async def add_note(text: str) -> str:
     return f"{len(called)} lines"
 
 
-async def main(url: str, door: str, stream: bool) -> None:
+async def main(url: str, interface: str, stream: bool) -> None:
     """Run the agent once."""
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    model = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[door](model="tiny", openai_client=client)
+    model = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[interface](
+        model="tiny", openai_client=client
+    )
     agent = Agent("notes", instructions="You keep notes.", model=model, tools=[add_note], model_settings=ModelSettings())
     if stream:
         result = Runner.run_streamed(agent, "Note what to buy.")

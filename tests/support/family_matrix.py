@@ -90,7 +90,8 @@ TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1
 
 def refusals() -> str:
     """Return the refusals with their reasons, as sentences."""
-    return "\n".join(f"Refused: {ROWS[family]}, {column}: {reason}." for (family, column), reason in REFUSED.items())
+    rows = ((ROWS[family].rstrip(" ¹²³⁴"), column, reason) for (family, column), reason in REFUSED.items())
+    return "\n".join(f"Refused: {title}, {column}: {reason}." for title, column, reason in rows)
 
 
 @dataclass

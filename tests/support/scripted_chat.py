@@ -1,4 +1,4 @@
-"""Chats that are written by hand, and a server that answers with them through the doors, without a model."""
+"""Chats that are written by hand, and a server that answers with them through the interfaces, without a model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from engine.server.connections.connection import EventStream, error_response
-from engine.server.doors.form import ChatForm
-from engine.server.doors.messages_answer import MessagesForm
-from engine.server.doors.responses_answer import ResponsesForm
-from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError
+from engine.server.interfaces.form import ChatForm
+from engine.server.interfaces.messages_answer import MessagesForm
+from engine.server.interfaces.responses_answer import ResponsesForm
+from engine.server.interfaces.table import INTERFACES
 
 FORMS: dict[str, type[ChatForm]] = {"/v1/responses": ResponsesForm, "/v1/messages": MessagesForm}
 PROMPT_TOKENS, CACHED_TOKENS, NEW_TOKENS = 20, 5, 9
@@ -88,14 +88,14 @@ class ScriptedChat:
 
     async def _answer(self, request: Request) -> Response:
         path = request.url.path
-        door = DOORS[path]
+        interface = INTERFACES[path]
         try:
-            body = door.read(json.loads(await request.body()))
-            self.chats.append(door.chat(body))
+            body = interface.read(json.loads(await request.body()))
+            self.chats.append(interface.chat(body))
         except ApiError as error:
             return error_response(error, path)
         turn = self.turns[(len(self.chats) - 1) % len(self.turns)]
-        form = FORMS[path](door.kept(body), "scripted", PROMPT_TOKENS)
+        form = FORMS[path](interface.kept(body), "scripted", PROMPT_TOKENS)
         if not self.chats[-1].get("stream"):
             return JSONResponse(form.whole(turn.completion()))
 

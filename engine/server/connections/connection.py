@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.connections.access import LET_IN, OPEN_PATHS, check_host, check_key, namespaces
-from engine.server.doors.error_forms import error_body
 from engine.server.errors import ApiError
+from engine.server.interfaces.error_forms import error_body
 
 MOST_BODY_BYTES = 8_000_000
 MOST_DISCARDED_BYTES = 64_000_000

@@ -19,9 +19,9 @@ from engine.errors import CompressError, OptionError
 from engine.files.image_file import decoded_images
 from engine.replies.reply import ReplyForm
 from engine.replies.table import AUTO
-from engine.server.doors.door import Door
-from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError, api_error, body_error, unknown_model
+from engine.server.interfaces.interface import Interface
+from engine.server.interfaces.table import INTERFACES
 from engine.server.reading.constraints import grammar_of
 from engine.server.reading.image_parts import image_files
 from engine.server.reading.name_reader import body_values
@@ -130,7 +130,7 @@ class BodyReader:
         Raises ApiError for a refused body.
         """
         try:
-            return self._through(DOORS[path], data) if path in DOORS else READERS[path](self, data)
+            return self._through(INTERFACES[path], data) if path in INTERFACES else READERS[path](self, data)
         except CompressError as error:
             raise api_error(error) from error
         except RecursionError as error:
@@ -159,19 +159,19 @@ class BodyReader:
         read.request["shown_special_tokens"] = self._tools.shown(form)
         return replace(read, form=form)
 
-    def _through(self, door: Door, data: bytes) -> Read | dict[str, Any]:
+    def _through(self, interface: Interface, data: bytes) -> Read | dict[str, Any]:
         """Read a body of another interface by way of a chat completion."""
-        own = door.read(self._values(data))
+        own = interface.read(self._values(data))
         self._check_model(own.model)
-        kept, chat = door.kept(own), door.chat(own)
-        with door.naming():
+        kept, chat = interface.kept(own), interface.chat(own)
+        with interface.naming():
             body = _validated(ChatCompletionRequest, chat)
-            if door.counted is not None:
+            if interface.counted is not None:
                 refuse(body)
-                return door.counted(len(self._conversation(body.messages, self._tools.asking(body))[1]))
+                return interface.counted(len(self._conversation(body.messages, self._tools.asking(body))[1]))
             read = self._chat(body)
-        if door.most_tokens is not None:
-            (fits,), most = read.new_tokens, door.most_tokens(own)
+        if interface.most_tokens is not None:
+            (fits,), most = read.new_tokens, interface.most_tokens(own)
             read, kept = replace(read, new_tokens=[min(fits, most)]), kept | {"is_lowered": fits < most}
         return replace(read, repeated=kept)
 

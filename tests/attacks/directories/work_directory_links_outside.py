@@ -4,7 +4,7 @@ from pathlib import Path
 
 REFUSED_BY = ()
 SAYS = ""
-DOORS = ("prune --resume",)
+ENTRIES = ("prune --resume",)
 
 
 def plant(directory: Path) -> None:

@@ -59,15 +59,15 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_of_a_directory_is_run(place: Path) -> None:
     (place / "artifact" / "custom_generate").mkdir()
     (place / "artifact" / "custom_generate" / "generate.py").write_text(f"open({str(place / 'pwned')!r}, 'w')\n")
-    doors = (
+    entries = (
         ["bench", "artifact", "--backend", "transformers", "-p", "8", "-n", "2"],
         ["inspect", "artifact", "--checksums"],
     )
-    for door in (*doors, ["evaluate", "artifact", "--tasks", "arc_easy"], ["generate", "artifact", "-p", "the"]):
-        refused(place, door, "custom_generate", "is code")
+    for entry in (*entries, ["evaluate", "artifact", "--tasks", "arc_easy"], ["generate", "artifact", "-p", "the"]):
+        refused(place, entry, "custom_generate", "is code")
     (place / "artifact" / "compression.json").unlink()  # without it, this is a plain checkpoint, which our own engine reads
     assert run("generate", "artifact", "-p", "the", "-n", "2")["generated_tokens"] == 2
-    refused(place, doors[0], "custom_generate", "trust_remote_code")
+    refused(place, entries[0], "custom_generate", "trust_remote_code")
     assert not (place / "pwned").exists()
 
 

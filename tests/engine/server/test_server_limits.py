@@ -127,7 +127,7 @@ def test_a_request_is_given_up_when_its_time_is_over(url: str, loop: ScriptedLoo
 # Keys, sizes, queues, states
 
 
-def test_a_key_is_asked_for_everywhere_but_at_the_door(state: State) -> None:
+def test_a_key_is_asked_for_everywhere_but_at_the_health_endpoint(state: State) -> None:
     state.api_keys = ("sesame",)
     with served(state) as url:
         assert httpx2.get(f"{url}/health").status_code == 200 and httpx2.get(f"{url}/").status_code == 200

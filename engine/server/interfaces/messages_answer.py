@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from engine.server.doors.error_forms import anthropic_body
-from engine.server.doors.form import ChatForm, Json
 from engine.server.errors import ApiError
+from engine.server.interfaces.error_forms import anthropic_body
+from engine.server.interfaces.form import ChatForm, Json
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """Reasons by the finish reason of the chat. An end at a stop string has the reason `stop_sequence`."""

@@ -2,7 +2,7 @@
 
 A place has `artifact` (a pruned model whose layers differ, with skip tables), `export` (the artifact as an ONNX graph),
 `model.gguf` (the model before it was pruned),
-`text.txt`, `plan.json`, `statistics`, `work` (files of an interrupted run) and `run`, an empty directory to run doors in.
+`text.txt`, `plan.json`, `statistics`, `work` (files of an interrupted run) and `run`, an empty directory to run entries in.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ IMPORTED = (
     *("transformers.generation.utils", "tokenizers", "onnx", "onnxruntime", "tqdm"),
 )
 MEMORY_BYTES = 3 << 30
-"""Limit of a door's address space, beyond the parent's."""
+"""Limit of an entry's address space, beyond the parent's."""
 CPU_SECONDS, SECONDS = 30, 120
-"""Limits of a door's CPU time and wall time. A door takes well under a second, so a busy machine does not look like a
+"""Limits of an entry's CPU time and wall time. An entry takes well under a second, so a busy machine does not look like a
 hang."""
 FILE_BYTES = 200 << 20
 
@@ -75,7 +75,7 @@ class _Worker:
 
 
 def _command(*arguments: str) -> Callable[[Path], None]:
-    """Return a door that runs the command line with the model's path in the place of {model}."""
+    """Return an entry that runs the command line with the model's path in the place of {model}."""
 
     def enter(model: Path) -> None:
         with patch("engine.bench.side_by_side.Worker", _Worker):
@@ -120,7 +120,7 @@ def _chat(model: Path) -> None:
         sys.exit(1)
 
 
-DOORS: dict[str, Callable[[Path], None]] = {
+ENTRIES: dict[str, Callable[[Path], None]] = {
     "inspect": _command("inspect", "{model}", "--json"),
     "inspect --checksums": _command("inspect", "{model}", "--checksums", "--json"),
     "generate": _command(*GENERATE),
@@ -154,14 +154,14 @@ OF_EXPORTS = (
     "serve",
     "chat",
 )
-"""Doors that take an exported model."""
+"""Entries that take an exported model."""
 OF_GGUF = (
     *("inspect", "generate", "evaluate", "bench", "calibrate", "prune", "merge", "densify", "quantize", "export"),
     *("compare", "serve", "chat"),
 )
-"""Doors that take a GGUF file."""
+"""Entries that take a GGUF file."""
 NEEDS_A_NETWORK = ("evaluate --tasks",)
-"""Doors that use the network unless they refuse. They run only for attacks that they must refuse."""
+"""Entries that use the network unless they refuse. They run only for attacks that they must refuse."""
 SAID = {
     "generate": ("text",),
     "evaluate": ("value",),
@@ -173,9 +173,9 @@ SAID = {
 
 @dataclass
 class Outcome:
-    """The outcome of one door."""
+    """The outcome of one entry."""
 
-    door: str
+    entry: str
     seconds: float
     code: int | None
     """Exit status, or None if a signal ended the process."""
@@ -202,11 +202,11 @@ class Outcome:
 
     def __str__(self) -> str:
         said = self.stderr if self.kind != "done" else str(self.result)
-        return f"{self.door}: {self.kind} ({self.seconds:.2f} s) {self.written or ''} {said[-3000:]}"
+        return f"{self.entry}: {self.kind} ({self.seconds:.2f} s) {self.written or ''} {said[-3000:]}"
 
 
 def make_place(place: Path) -> None:
-    """Make a whole place, with all files that doors read."""
+    """Make a whole place, with all files that entries read."""
     import_everything()
     make_workplace(place, **TINY)
     (place / "run").mkdir()
@@ -225,7 +225,7 @@ def make_place(place: Path) -> None:
 
 
 def _must_end_well(enter: Callable[[Path], None], place: Path, model: Path) -> None:
-    outcome = run_door("", enter, place, model)
+    outcome = run_entry("", enter, place, model)
     assert outcome.code == 0, outcome
 
 
@@ -236,13 +236,13 @@ def _interrupt(place: Path) -> None:
         with patch("compress.run.result.whole_or_nothing", side_effect=KeyboardInterrupt):
             cli.main([argument.format(model=model) for argument in SEARCH])
 
-    outcome = run_door("", enter, place, place / "artifact", keep=True)
+    outcome = run_entry("", enter, place, place / "artifact", keep=True)
     assert outcome.code == 130, outcome
     (place / "run" / ".out.work").rename(place / "work")
 
 
 def import_everything() -> None:
-    """Import the modules that doors import, so that forked processes share them. No other thread may be running."""
+    """Import the modules that entries import, so that forked processes share them. No other thread may be running."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for name in IMPORTED:
@@ -252,7 +252,7 @@ def import_everything() -> None:
     prepare_decoding(torch.bfloat16, torch.device("cpu"))  # compiled code is loaded once, here
 
 
-def run_door(
+def run_entry(
     name: str,
     enter: Callable[[Path], None],
     place: Path,
@@ -262,7 +262,7 @@ def run_door(
     seconds: float = SECONDS,
     cpu_seconds: int = CPU_SECONDS,
 ) -> Outcome:
-    """Run a door in a forked process and inspect the files that it left. keep: whether to leave its output in place."""
+    """Run an entry in a forked process and inspect the files that it left. keep: whether to leave its output in place."""
     run = place / "run"
     if name == "prune --resume":
         shutil.copytree(place / "work", run / ".out.work")
@@ -289,7 +289,7 @@ def run_door(
 
 
 def _allowed(name: str, outcome: Outcome, keep: bool) -> tuple[str, ...]:
-    """Return the files that a door may leave in the directory that it runs in."""
+    """Return the files that an entry may leave in the directory that it runs in."""
     if outcome.ended_by or outcome.code == 130:
         return ("out", ".out.work", ".out.partial")  # the process was killed, and is counted as killed
     if outcome.code == 0:
@@ -366,9 +366,9 @@ def _seen(place: Path, run: Path) -> dict[str, tuple[int, int, int, int]]:
     return found
 
 
-def _result(door: str, stdout: str, out: Path) -> Any:
-    """Return the result of a door, without its measurements."""
-    keys = SAID.get(door.partition(" ")[0])
+def _result(entry: str, stdout: str, out: Path) -> Any:
+    """Return the result of an entry, without its measurements."""
+    keys = SAID.get(entry.partition(" ")[0])
     if keys is not None:
         said = json.loads(stdout)
         return {key: said.get(key) for key in keys}

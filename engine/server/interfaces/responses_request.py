@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from engine.server.doors.door import Json, Unavailable, chat_effort, extensions, without_none
-from engine.server.doors.turns import Content, Turns, image_part, joined_parts, text_part
 from engine.server.errors import ApiError
+from engine.server.interfaces.interface import Json, Unavailable, chat_effort, extensions, without_none
+from engine.server.interfaces.turns import Content, Turns, image_part, joined_parts, text_part
 from engine.server.reading.schema import INT64, MOST_LOGPROBS, TEMPERATURE, Body, Several, Text
 
 LOGPROBS = "message.output_text.logprobs"

@@ -1,4 +1,4 @@
-"""Schemas through the doors: the demo model's text follows them, for the official clients."""
+"""Schemas through the interfaces: the demo model's text follows them, for the official clients."""
 
 from __future__ import annotations
 

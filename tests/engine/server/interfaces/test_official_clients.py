@@ -1,4 +1,4 @@
-"""The doors as the official clients of OpenAI and Anthropic see them, with the demo model and with chats written by hand."""
+"""The interfaces as the official clients of OpenAI and Anthropic see them, with the demo model and written chats."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_the_snippets_of_the_documentation(url: str, capsys: pytest.CaptureFixtu
         assert len(capsys.readouterr().out) > 20
 
 
-def test_the_schema_describes_the_doors(url: str) -> None:
+def test_the_schema_describes_the_interfaces(url: str) -> None:
     schema = httpx2.get(f"{url}/openapi.json").json()
     for path, name in (
         ("/v1/responses", "ResponsesRequest"),

@@ -1,4 +1,4 @@
-"""The doors at the limits of the server: keys, sizes, queues, time, clients that leave, and failures of the engine."""
+"""The interfaces at the limits of the server: keys, sizes, queues, time, clients that leave, and failures of the engine."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class ChatForm(AnswerForm):
     closing = b""
 
     def __init__(self, repeated: Json, model: str, prompt_tokens: int) -> None:
-        """`repeated`: what `Door.kept` returned. `prompt_tokens`: tokens of the prompt, which an opening may tell."""
+        """`repeated`: what `Interface.kept` returned. `prompt_tokens`: tokens of the prompt, which an opening may tell."""
         self._repeated, self._model, self._prompt_tokens = repeated, model, prompt_tokens
         self._usage: Json = {}
         self._finish_reason, self._stop_string = "", None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from engine.server.doors.door import Door
-from engine.server.doors.messages_request import (
+from engine.server.interfaces.interface import Interface
+from engine.server.interfaces.messages_request import (
     CountTokensRequest,
     MessagesRequest,
     messages_chat,
     messages_count_chat,
     messages_repeated,
 )
-from engine.server.doors.responses_request import (
+from engine.server.interfaces.responses_request import (
     InputTokensRequest,
     ResponsesRequest,
     responses_chat,
@@ -33,19 +33,19 @@ _MESSAGES = {
 }
 """Fields of a chat completion by the names that the interface has for them, for messages of errors."""
 
-DOORS = {
-    "/v1/responses": Door(ResponsesRequest, responses_chat, _RESPONSES, repeated=responses_repeated),
-    "/v1/responses/input_tokens": Door(
+INTERFACES = {
+    "/v1/responses": Interface(ResponsesRequest, responses_chat, _RESPONSES, repeated=responses_repeated),
+    "/v1/responses/input_tokens": Interface(
         InputTokensRequest,
         responses_prompt,
         _RESPONSES,
         counted=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
     ),
-    "/v1/messages": Door(
+    "/v1/messages": Interface(
         MessagesRequest, messages_chat, _MESSAGES, repeated=messages_repeated, most_tokens=lambda body: int(body.max_tokens)
     ),
-    "/v1/messages/count_tokens": Door(
+    "/v1/messages/count_tokens": Interface(
         CountTokensRequest, messages_count_chat, _MESSAGES, counted=lambda tokens: {"input_tokens": tokens}
     ),
 }
-"""Doors by the path of their endpoint. All take POST."""
+"""Interfaces by the path of their endpoint. All take POST."""

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from engine.server.doors.form import ChatForm, Json
 from engine.server.errors import ApiError
+from engine.server.interfaces.form import ChatForm, Json
 
 FIXED: Json = {
     "background": False,

@@ -9,12 +9,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from scripted_chat import CACHED_TOKENS, NEW_TOKENS, PROMPT_TOKENS, Turn
 
-from engine.server.doors.responses_answer import ResponsesForm
-from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError
+from engine.server.interfaces.responses_answer import ResponsesForm
+from engine.server.interfaces.table import INTERFACES
 
-DOOR = DOORS["/v1/responses"]
-REPEATED = DOOR.kept(DOOR.read({"input": "hi", "metadata": {"a": "b"}}))
+INTERFACE = INTERFACES["/v1/responses"]
+REPEATED = INTERFACE.kept(INTERFACE.read({"input": "hi", "metadata": {"a": "b"}}))
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CALLS = (("call_1", "f", '{"city": "Rome"}'), ("call_2", "g", "{}"))
 FULL = Turn(reasoning="hm, yes", text="Let me see.", calls=CALLS)

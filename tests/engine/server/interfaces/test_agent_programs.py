@@ -113,15 +113,15 @@ def test_mini_swe_agent(make: Any, tmp_path: Path) -> None:  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", ["whole", "stream"])
-@pytest.mark.parametrize("door", ["chat", "responses"])
-def test_openai_agents(make: Any, tmp_path: Path, door: str, stream: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("interface", ["chat", "responses"])
+def test_openai_agents(make: Any, tmp_path: Path, interface: str, stream: str) -> None:  # noqa: F811
     """The test runs if AGENT_PYTHON names a Python with openai-agents."""
     python, bodies = agent_python("agents"), []
     with make(scripted(*NOTES), bodies=bodies) as server:
-        said = json.loads(run([python, str(SUPPORT / "agents_sdk.py"), server.url, door, stream], tmp_path))
+        said = json.loads(run([python, str(SUPPORT / "agents_sdk.py"), server.url, interface, stream], tmp_path))
     assert said == {"output": "Brot and Käse are noted.", "called": ["Brot", "Käse"]}
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "Brot\nKäse\n"
-    check_recorded(f"{door} {stream}", bodies)
+    check_recorded(f"{interface} {stream}", bodies)
 
 
 # The recorded requests, without the packages

@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError
+from engine.server.interfaces.table import INTERFACES
 from engine.server.reading.schema import ChatCompletionRequest
 
-DOOR = DOORS["/v1/responses"]
+INTERFACE = INTERFACES["/v1/responses"]
 HI = [{"role": "user", "content": "hi"}]
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
 def chat(**values: Any) -> dict[str, Any]:
     """Return the chat of a body, which a chat completion must accept."""
-    made = DOOR.chat(DOOR.read(values))
+    made = INTERFACE.chat(INTERFACE.read(values))
     ChatCompletionRequest.model_validate(made)
     return made
 
 
 def refused(**values: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        DOOR.kept(DOOR.read(values)) and DOOR.chat(DOOR.read(values))
+        INTERFACE.kept(INTERFACE.read(values)) and INTERFACE.chat(INTERFACE.read(values))
     assert caught.value.status == 400 and "\n" not in caught.value.message
     return caught.value
 
@@ -233,7 +233,7 @@ def test_neutral_values_change_nothing() -> None:
 
 
 def test_the_answer_repeats_options_with_their_defaults() -> None:
-    bare = DOOR.kept(DOOR.read({"input": "hi"}))
+    bare = INTERFACE.kept(INTERFACE.read({"input": "hi"}))
     assert bare == {
         "instructions": None,
         "max_output_tokens": None,
@@ -249,7 +249,7 @@ def test_the_answer_repeats_options_with_their_defaults() -> None:
     }
     tools = [{"type": "function", "name": "f", "parameters": WEATHER}]
     given = {"input": "hi", "tools": tools, "tool_choice": {"type": "function", "name": "f"}, "metadata": {"a": "b"}}
-    own = DOOR.kept(DOOR.read(given | {"safety_identifier": "me", "parallel_tool_calls": False}))
+    own = INTERFACE.kept(INTERFACE.read(given | {"safety_identifier": "me", "parallel_tool_calls": False}))
     assert own["tools"] == [{"type": "function", "name": "f", "description": None, "parameters": WEATHER, "strict": None}]
     assert own["tool_choice"] == {"type": "function", "name": "f"} and own["metadata"] == {"a": "b"}
     assert own["safety_identifier"] == "me" and own["parallel_tool_calls"] is False
@@ -263,16 +263,16 @@ def test_large_and_deep_fields_are_not_repeated() -> None:
         deep = {"a": deep}
     error = refused(input="hi", tools=[{"type": "function", "name": "f", "parameters": deep}])
     assert error.param == "tools" and "more than 100 levels" in error.message
-    assert DOOR.kept(
-        DOOR.read({"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": deep["a"]["a"]["a"]}]})
+    assert INTERFACE.kept(
+        INTERFACE.read({"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": deep["a"]["a"]["a"]}]})
     )
 
 
 def test_errors_of_the_chat_have_the_names_of_this_interface() -> None:
-    with pytest.raises(ApiError) as caught, DOOR.naming():
+    with pytest.raises(ApiError) as caught, INTERFACE.naming():
         raise ApiError(400, "messages: too long", param="messages", code="context_length_exceeded")
     error = caught.value
     assert (error.param, error.message, error.code) == ("input", "input: too long", "context_length_exceeded")
-    with pytest.raises(ApiError) as caught, DOOR.naming():
+    with pytest.raises(ApiError) as caught, INTERFACE.naming():
         raise ApiError(400, "temperature: too hot", param="temperature")
     assert caught.value.param == "temperature"

@@ -1,4 +1,4 @@
-"""A door: how the body of another interface becomes the body of a chat completion, and how errors name its fields."""
+"""An interface: how the body of another interface becomes the body of a chat completion, and how errors name its fields."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Unavailable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Door:
+class Interface:
     """One endpoint of another interface."""
 
     body: type[Body]

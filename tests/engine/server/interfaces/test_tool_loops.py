@@ -1,4 +1,4 @@
-"""Tools and reasoning through the doors: the official clients run a tool loop against a scripted model."""
+"""Tools and reasoning through the interfaces: the official clients run a tool loop against a scripted model."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from scripted_chat import CACHED_TOKENS, NEW_TOKENS, PROMPT_TOKENS, Turn
 
-from engine.server.doors.messages_answer import MessagesForm
 from engine.server.errors import ApiError
+from engine.server.interfaces.messages_answer import MessagesForm
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 CALLS = (("call_1", "f", '{"city": "Rome"}'), ("call_2", "g", ""))

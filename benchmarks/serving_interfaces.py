@@ -1,4 +1,4 @@
-"""The part of benchmarks/serving_soak.py that sends all kinds of requests through all doors while the engine's thread fails.
+"""All kinds of requests through all interfaces while the engine's thread fails: the last part of benchmarks/serving_soak.py.
 
 The server runs the demo model with a chat template that takes tools and with a small cache, by benchmarks/faulty_server.py.
 No request may be lost: each is answered, refused with 400 where that is due, left by its client, or ended by an injected
@@ -44,16 +44,20 @@ def model() -> Iterator[str]:
         yield str(directory)
 
 
-def doors(requests: int, concurrency: int, rounds: int, *options: str) -> dict[str, Any]:
+def interfaces(requests: int, concurrency: int, rounds: int, *options: str) -> dict[str, Any]:
     """Send so many requests in rounds. Returns counts of outcomes, losses, and each round's memory."""
-    found: dict[str, Any] = {"doors": {}, "checked": {}, "losses": [], "rounds": []}
+    found: dict[str, Any] = {"interfaces": {}, "checked": {}, "losses": [], "rounds": []}
     totals = dict.fromkeys(OUTCOMES, 0)
     program = (str(ROOT / "benchmarks" / "faulty_server.py"), str(FAULT_EVERY))
     with model() as directory, server(*SMALL_CACHE, *options, model=directory, program=program) as (url, process):
         for number in range(rounds):
             count = requests * (number + 1) // rounds - requests * number // rounds
             tally = asyncio.run(send_mix(url, count, concurrency, number))
-            for kept, new in ((totals, tally.outcomes), (found["doors"], tally.doors), (found["checked"], tally.checked)):
+            for kept, new in (
+                (totals, tally.outcomes),
+                (found["interfaces"], tally.interfaces),
+                (found["checked"], tally.checked),
+            ):
                 for name, value in new.items():
                     kept[name] = kept.get(name, 0) + value
             found["losses"] += tally.losses[: max(0, 20 - len(found["losses"]))]
@@ -78,33 +82,33 @@ def after_a_quarter(found: dict[str, Any]) -> dict[str, float]:
     return held
 
 
-def broken_doors(found: dict[str, Any]) -> list[str]:
+def broken_interfaces(found: dict[str, Any]) -> list[str]:
     """Return the checks that failed."""
-    problems = [f"doors: {loss}" for loss in found["losses"]]
+    problems = [f"interfaces: {loss}" for loss in found["losses"]]
     quarter, end = after_a_quarter(found), found["rounds"][-1]
     if any(each["left_running"] for each in found["rounds"]):
-        problems.append("doors: requests were still running at rest")
+        problems.append("interfaces: requests were still running at rest")
     if min(each["cache_free_share"] for each in found["rounds"]) < 1:
-        problems.append(f"doors: blocks of the cache were not returned: {found['rounds']}")
+        problems.append(f"interfaces: blocks of the cache were not returned: {found['rounds']}")
     if end["resident_bytes"] > (1 + MOST_GROWTH) * quarter["resident_bytes"]:
         problems.append(
-            f"doors: memory grew from {quarter['resident_bytes'] / 1e6:.0f} to {end['resident_bytes'] / 1e6:.0f} MB"
+            f"interfaces: memory grew from {quarter['resident_bytes'] / 1e6:.0f} to {end['resident_bytes'] / 1e6:.0f} MB"
         )
     counts, ended = found["outcomes"], found["server"]["request_success_total"]
     begun = counts["answered"] + counts["faulted"]
     if not begun <= ended + counts["lost"] or not ended <= begun + counts["left"] + counts["lost"]:
-        problems.append(f"doors: {ended:.0f} requests ended, and the clients count {counts}")
+        problems.append(f"interfaces: {ended:.0f} requests ended, and the clients count {counts}")
     if len(found["rounds"]) > 4 and not found["outcomes"]["faulted"]:
-        problems.append("doors: no request met a fault")
+        problems.append("interfaces: no request met a fault")
     return problems
 
 
-def door_rows(found: dict[str, Any]) -> list[list[str]]:
+def interface_rows(found: dict[str, Any]) -> list[list[str]]:
     """Return rows of the table."""
     counts, checked = found["outcomes"], sum(found["checked"].values())
     held = {"after a quarter": after_a_quarter(found), "at the end": found["rounds"][-1]}
     return [
-        ["requests of all kinds through all doors, with faults in the engine's thread: sent", f"{found['sent']:,}"],
+        ["requests of all kinds through all interfaces, with faults in the engine's thread: sent", f"{found['sent']:,}"],
         ["… answered", f"{counts['answered']:,}"],
         ["… of these complete, and checked against a schema, an expression or a forced call", f"{checked:,}"],
         ["… refused, as they must be", f"{counts['refused']:,}"],

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from engine.server.doors.table import DOORS
 from engine.server.errors import ApiError
+from engine.server.interfaces.table import INTERFACES
 from engine.server.reading.schema import ChatCompletionRequest
 
-DOOR = DOORS["/v1/messages"]
+INTERFACE = INTERFACES["/v1/messages"]
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
 def chat(**values: Any) -> dict[str, Any]:
     """Return the chat of a body, which a chat completion must accept."""
-    made = DOOR.chat(DOOR.read({"max_tokens": 5, "messages": HI} | values))
+    made = INTERFACE.chat(INTERFACE.read({"max_tokens": 5, "messages": HI} | values))
     ChatCompletionRequest.model_validate(made)
     return made
 
@@ -141,7 +141,7 @@ def test_thinking_and_output() -> None:
     ):
         made = chat(thinking=thinking)
         assert made["chat_template_kwargs"] == {"enable_thinking": reasons, "thinking": reasons}
-        assert DOOR.kept(DOOR.read({"max_tokens": 5, "messages": HI, "thinking": thinking})) == {"thinking": shown}
+        assert INTERFACE.kept(INTERFACE.read({"max_tokens": 5, "messages": HI, "thinking": thinking})) == {"thinking": shown}
     assert "chat_template_kwargs" not in chat()
     made = chat(output_config={"effort": "high", "format": {"type": "json_schema", "schema": SCHEMA}})
     assert made["reasoning_effort"] == "high"
@@ -215,22 +215,24 @@ def test_thinking_and_output() -> None:
 )
 def test_what_cannot_be_honored_is_named(values: dict[str, Any], param: str, said: str) -> None:
     with pytest.raises(ApiError) as caught:
-        DOOR.chat(DOOR.read({"max_tokens": 5, "messages": HI} | values))
+        INTERFACE.chat(INTERFACE.read({"max_tokens": 5, "messages": HI} | values))
     error = caught.value
     assert error.status == 400 and error.param == param and error.message.startswith(param) and said in error.message
 
 
 def test_the_limit_may_be_lowered() -> None:
-    assert DOOR.most_tokens is not None
-    assert DOOR.most_tokens(DOOR.read({"max_tokens": 5, "messages": HI})) == 5
+    assert INTERFACE.most_tokens is not None
+    assert INTERFACE.most_tokens(INTERFACE.read({"max_tokens": 5, "messages": HI})) == 5
 
 
 def test_counting_needs_no_limit() -> None:
-    door = DOORS["/v1/messages/count_tokens"]
-    assert door.chat(door.read({"messages": HI, "system": "s"})) == {"messages": [{"role": "system", "content": "s"}, *HI]}
-    assert door.counted is not None and door.counted(7) == {"input_tokens": 7}
+    interface = INTERFACES["/v1/messages/count_tokens"]
+    assert interface.chat(interface.read({"messages": HI, "system": "s"})) == {
+        "messages": [{"role": "system", "content": "s"}, *HI]
+    }
+    assert interface.counted is not None and interface.counted(7) == {"input_tokens": 7}
 
 
 def test_errors_of_the_chat_have_the_names_of_this_interface() -> None:
-    with pytest.raises(ApiError, match="stop_sequences: too many"), DOOR.naming():
+    with pytest.raises(ApiError, match="stop_sequences: too many"), INTERFACE.naming():
         raise ApiError(400, "stop: too many", param="stop")
