@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import psutil
+import torch
 
 from calibrate.batches import training_text
 from compress.fitting.candidate import Candidate, Choice, choice_of
-from compress.fitting.costs import Corrections, Factors, Option
+from compress.fitting.costs import Corrections, Factors, Option, table
 from compress.fitting.measured import Measuring, corrections_of
+from compress.fitting.rounding_costs import PARTS
+from compress.fitting.sizes import Sizes
 from compress.fitting.statistics import FitRun, memory_demand, table_of, unit_costs
 from compress.methods.inputs import Prunable
 from compress.options.fit import FitOptions
@@ -34,7 +37,7 @@ from compress.prune import Shared
 from compress.report.columns import size as in_bytes
 from compress.report.figures import FitFigures, FrontierPoint
 from compress.report.pictures import Picture, draw_frontier
-from compress.rounding.mixed_widths import everything_rounded
+from compress.rounding.mixed_widths import everything_rounded, kinds_of_others
 from compress.run.claims import claims_output
 from compress.run.job import Made, Run, check_plain, check_weights, open_mixture, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
@@ -71,7 +74,11 @@ def fit(options: FitOptions, progress: Progress = no_progress, shared: Shared | 
     if shared is None:
         check_weights(prepared.checkpoint, progress)
     run = Run(options, prepared, work, progress, started, memory)
-    return cast(FitFigures, carry_out(run, lambda: _make(run)))
+    mapped = len(prepared.checkpoint.companions)
+    try:
+        return cast(FitFigures, carry_out(run, lambda: _make(run)))
+    finally:  # files of this run, which the checkpoint of a sweep would keep
+        del prepared.checkpoint.companions[mapped:]
 
 
 def prepare_fitting(options: FitOptions) -> Prunable:
@@ -84,24 +91,53 @@ def prepare_fitting(options: FitOptions) -> Prunable:
     check_plain(checkpoint)
     multiple = _multiple(options, checkpoint)
     least = least_experts(options.min_experts, checkpoint.config, checkpoint.config.experts_per_token)
+    _check_possible(options, checkpoint, multiple if options.remove_units else None, least)
     prepared = prepare(options, checkpoint)
-    validation_VL = training_text(prepared.calibration, load_tokenizer(checkpoint), 1, options.validation_samples)[1]
+    calibration = prepared.calibration
+    # Calibration usually reads the documents of validation too; here the two texts have none in common.
+    tokens_SL, validation_VL = training_text(
+        calibration, load_tokenizer(checkpoint), calibration.samples, options.validation_samples
+    )
+    text = {"tokens_SL": tokens_SL, "training_SL": tokens_SL[:0], "validation_VL": validation_VL}
     # The sparsity is that of no result: the knapsack decides how many units go.
     budget = Budget(sparsity=0.5, granularity="both", unit_multiple=multiple, min_experts=least)
-    return Prunable(
-        **vars(prepared), plan=None, budget=budget, training_SL=prepared.tokens_SL[:0], validation_VL=validation_VL
+    return Prunable(**vars(prepared) | text, plan=None, budget=budget)
+
+
+def _check_possible(options: FitOptions, checkpoint: Checkpoint, multiple: int | None, least: int) -> None:
+    """Raise OptionError for a size that no choice reaches. Costs play no part in that: it is known before any pass."""
+    widths, bits = checkpoint.config.ffn_widths(), len(options.low_bits)
+    nothing = table(
+        *(Sizes(checkpoint, options.group_size), options.low_bits),
+        # Which experts have to stay is decided by costs: the narrowest ones, in the smallest choice.
+        {layer: [torch.full((width,), 1.0 / width**2) for width in own] for layer, own in widths.items()},
+        {layer: {part: torch.zeros(len(own), bits) for part in PARTS} for layer, own in widths.items()},
+        {layer: [0.0] * len(own) for layer, own in widths.items()},
+        {kind: dict.fromkeys(options.low_bits, 0.0) for kind in kinds_of_others(checkpoint.config)},
+        multiple=multiple,
+        least_experts=least,
+        keeps_plain=PLAIN_BITS in options.bits,
     )
+    nothing.check_possible(options.target_size)
 
 
 def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
-    """Return the multiple of hidden units. Raises OptionError where groups do not fill the rows of every matrix."""
+    """Return the multiple of hidden units. Raises OptionError where it, or groups, do not fit the matrices."""
+    config = checkpoint.config
+    widest, fewest = config.widest_ffn(), min(config.experts_by_layer.values())
+    if options.unit_multiple is not None and options.unit_multiple > widest:
+        raise OptionError(
+            f"unit-multiple is {options.unit_multiple}, and experts have {widest} hidden units; give a smaller one"
+        )
+    if options.min_experts > fewest:
+        raise OptionError(f"min-experts is {options.min_experts}, and a layer has {fewest} experts; give a smaller number")
     for bits in options.low_bits:
-        everything_rounded(checkpoint.config, bits, options.group_size).check(checkpoint.config)
+        everything_rounded(config, bits, options.group_size).check(config)
 
     def fits(inputs: int) -> bool:
         return all(Scheme(bits, options.group_size).fits(inputs) for bits in options.low_bits)
 
-    return fitting_multiple(options.unit_multiple, checkpoint.config.ffn_widths(), fits)
+    return fitting_multiple(options.unit_multiple, config.ffn_widths(), fits)
 
 
 def _make(run: FitRun) -> Made:
@@ -109,12 +145,12 @@ def _make(run: FitRun) -> Made:
     checkpoint = run.prepared.checkpoint
     size, read = target_size(run), run.options.target_active
     scores = unit_costs(run)
-    table = table_of(run, scores)
-    table.chosen(size, read)  # an impossible target ends the run here
-    measuring = Measuring(run, table)
+    every = table_of(run, scores)
+    every.chosen(size, read)  # an impossible combination ends the run here
+    measuring = Measuring(run, every)
     found, seen = list[tuple[dict[str, Any], Candidate]](), list[list[Option]]()
-    corrections: Corrections = dict.fromkeys({item.layer for item in table.items}, FIRST_FACTORS)
-    for own in (table.without_removal(), table, table):
+    corrections: Corrections = dict.fromkeys({item.layer for item in every.items}, FIRST_FACTORS)
+    for own in (every.without_removal(), every, every):
         try:
             options = own.chosen(size, read, corrections)
         except OptionError:  # widths alone do not reach the target
@@ -122,10 +158,10 @@ def _make(run: FitRun) -> Made:
         if options in seen:
             continue
         seen.append(options)
-        choice = choice_of(table.items, options, scores, checkpoint.config)
+        choice = choice_of(every.items, options, scores, checkpoint.config)
         found.append(measuring.measured(len(found), choice, options, corrections))
         has_clean = any(not before.choice.removes for _, before in found[:-1])
-        corrections = corrections_of(found[-1][0], table.predicted(options), corrections, keeps_rounding=has_clean)
+        corrections = corrections_of(found[-1][0], every.predicted(options), corrections, keeps_rounding=has_clean)
     points = [point for point, _ in found]
     point, candidate = min(found, key=lambda pair: float(pair[0]["measured_kl"]))
     figures: dict[str, Any] = {

@@ -84,9 +84,9 @@ def _perplexity(figures: Figures, when: str) -> str:
 
 
 LEFT_OUT = {
-    "rows_left_out": "rows have no prompt or no response and were left out",
-    "prompts_left_out": "prompts are longer than --max-prompt-length and were left out",
-    "prompts_cut": "prompts are longer than --max-prompt-length and were cut to it",
+    "rows_left_out": "rows without a prompt or a response were left out",
+    "prompts_left_out": "prompts longer than --max-prompt-length were left out",
+    "prompts_cut": "prompts longer than --max-prompt-length were cut to it",
 }
 """Figures of prompts with responses that are not used as they are, each with the end of the sentence that says so."""
 

@@ -21,7 +21,7 @@ from compress.plans.apply import apply
 from compress.plans.plan import Plan, same_plan
 from compress.plans.unit_selection import units_plan
 from compress.refit.closed_form import Refitted, refitted
-from compress.rounding.feedback_pass import round_layers
+from compress.rounding.feedback_pass import FeedbackRounding, round_layers
 from compress.rounding.mixed_widths import MixedWidths, kinds_of_others
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
@@ -87,18 +87,26 @@ def carried_out(run: MethodRun, choice: Choice, group_size: int) -> Candidate:
     source, refit = run.prepared.checkpoint, refitted(run, choice.plan)
     if not choice.bits:
         return Candidate(choice, refit, None)
-    smaller = source
-    if choice.removes:
-        smaller = _written(Candidate(choice, refit, None), source, run.work.path / SMALLER)
-    widths = rounding_of(choice, group_size)
-    rounded = round_layers(
-        *(smaller, run.prepared.tokens_SL, run.work.path / "rounded", widths),
-        dtype=run.prepared.dtype,
-        device=run.options.device,
-        budget=run.memory_budget,
-        progress=run.bar("rounding (layers)"),
-    )
+    widths, directory = rounding_of(choice, group_size), run.work.path / "rounded"
+    rounded = FeedbackRounding(directory, widths.scheme_of)
+    if not rounded.is_complete(len(source.config.layers)):
+        rounded = round_layers(
+            *(_smaller(choice, refit, run), run.prepared.tokens_SL, directory, widths),
+            dtype=run.prepared.dtype,
+            device=run.options.device,
+            budget=run.memory_budget,
+            progress=run.bar("rounding (layers)"),
+        )
     return Candidate(choice, refit, Quantiser(widths, None, rounded, GPTQ))
+
+
+def _smaller(choice: Choice, refit: Refitted, run: MethodRun) -> Checkpoint:
+    """Return the model of a choice before it is rounded. One on disk is written once over interruptions."""
+    source, directory = run.prepared.checkpoint, run.work.path / SMALLER
+    if not choice.removes:
+        return source
+    run.work.once(SMALLER, lambda: _written(Candidate(choice, refit, None), source, directory).bytes)
+    return Checkpoint(directory)
 
 
 def rounding_of(choice: Choice, group_size: int) -> MixedWidths:
@@ -124,6 +132,12 @@ def _written(candidate: Candidate, source: Checkpoint, directory: Path) -> Check
 def written(candidate: Candidate, run: MethodRun) -> Checkpoint:
     """Return the result of a candidate, written into the run's work directory."""
     return _written(candidate, run.prepared.checkpoint, run.work.path / RESULT)
+
+
+def remove_models(run: MethodRun) -> None:
+    """Remove the models of a candidate that was measured; what writes its result stays."""
+    for name in (SMALLER, RESULT):
+        shutil.rmtree(run.work.path / name, ignore_errors=True)
 
 
 def smaller_of(candidate: Candidate, run: MethodRun) -> Checkpoint | None:

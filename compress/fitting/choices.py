@@ -22,8 +22,8 @@ from torch import Tensor
 
 from engine.errors import OptionError
 
-BISECTIONS = 60
-"""Halvings of the interval of a multiplier, in its logarithm."""
+NARROWEST = 1.0 + 1e-6
+"""Ratio of the ends of a multiplier's interval at which its bisection ends."""
 LARGEST, SMALLEST = 1e6, 1e-24
 """Ends of the interval of a multiplier, in nats per token and unit of size."""
 
@@ -45,23 +45,25 @@ def least_total(limit: Limit, cost_IO: Tensor) -> float:
     return float(limit.size_IO.masked_fill(cost_IO.isinf(), torch.inf).amin(dim=1).sum())
 
 
-def choose(cost_IO: Tensor, limits: Sequence[Limit]) -> Tensor:
-    """Return the option of each item, int64 [I].
-
-    Raises OptionError with the least possible total where a limit is below it.
-    """
+def check_possible(cost_IO: Tensor, limits: Sequence[Limit]) -> None:
+    """Raise OptionError with the least possible total where a limit is below it."""
     for limit in limits:
         if (least := least_total(limit, cost_IO)) > limit.most:
             raise OptionError(
                 f"the target is {limit.most:,.0f} {limit.unit}, and the least that is possible is {least:,.0f}; "
-                "give that much, fewer --bits, or a larger --group-size"
+                "give that much, smaller widths in --bits, or a larger --group-size"
             )
+
+
+def choose(cost_IO: Tensor, limits: Sequence[Limit]) -> Tensor:
+    """Return the option of each item, int64 [I]. Raises OptionError where limits are not kept (`check_possible`)."""
+    check_possible(cost_IO, limits)
     choice_I = _relaxed(cost_IO, limits)
     for limit in limits:
         if (found := total(limit.size_IO, choice_I)) > limit.most:
             raise OptionError(
-                f"the target is {limit.most:,.0f} {limit.unit}, and {found:,.0f} is what the other target leaves possible; "
-                "raise one of the two"
+                f"the target is {limit.most:,.0f} {limit.unit}, and {found:,.0f} is the least that was found within the "
+                "other target; raise one of the two"
             )
     return repaired(cost_IO, limits, choice_I)
 
@@ -74,7 +76,7 @@ def total(size_IO: Tensor, choice_I: Tensor) -> float:
 def _relaxed(cost_IO: Tensor, limits: Sequence[Limit]) -> Tensor:
     """Return the choice of the smallest multipliers that keep all limits; the last limit's multiplier is the outer one.
 
-    Equal sums are decided by the smaller size.
+    Of equal sums the first one is taken.
     """
     if not limits:
         return cost_IO.argmin(dim=1)
@@ -86,7 +88,7 @@ def _relaxed(cost_IO: Tensor, limits: Sequence[Limit]) -> Tensor:
     if total(limit.size_IO, free_I := priced(0.0)) <= limit.most:
         return free_I
     low, high = SMALLEST, LARGEST
-    for _ in range(BISECTIONS):
+    while high > low * NARROWEST:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if total(limit.size_IO, priced(middle)) <= limit.most else (middle, high)
     return priced(high)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.fitting.choices import Limit, choose
+from compress.fitting.choices import Limit, check_possible, choose
 from compress.fitting.rounding_costs import DOWN, PARTS, READERS
 from compress.fitting.sizes import Sizes, kept_levels
 from engine.kernels.stored.scheme import PLAIN_BITS
@@ -107,15 +107,23 @@ class Table:
             rows.append([factors.removal * removal + factors.rounding * rounding for removal, rounding in pairs])
         return _padded(rows, torch.inf)
 
+    def check_possible(self, size: float | None) -> None:
+        """Raise OptionError for a limit in bytes that no choice keeps."""
+        if size is not None:
+            check_possible(self.costs(), self._limits(size, None))
+
     def chosen(self, size: float | None, read: float | None, corrections: Corrections = NOT_CORRECTED) -> list[Option]:
         """Return the option of each item within the limits, in bytes. Raises OptionError for an impossible limit."""
+        choice = choose(self.costs(corrections), self._limits(size, read)).tolist()
+        return [item.options[place] for item, place in zip(self.items, choice, strict=True)]
+
+    def _limits(self, size: float | None, read: float | None) -> list[Limit]:
         limits = []
         if size is not None:
             limits.append(Limit(_padded([item.bytes for item in self.items], 0.0), size, "bytes"))
         if read is not None:
             limits.append(Limit(_padded([item.read for item in self.items], 0.0), read, "bytes read for a token"))
-        choice = choose(self.costs(corrections), limits).tolist()
-        return [item.options[place] for item, place in zip(self.items, choice, strict=True)]
+        return limits
 
     def without_removal(self) -> Table:
         """Return a table of the options that keep all hidden units."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from compress.fitting.candidate import Candidate, Choice, carried_out, smaller_of, written
+from compress.fitting.candidate import Candidate, Choice, carried_out, remove_models, smaller_of, written
 from compress.fitting.costs import NO_FACTORS, OTHERS, Corrections, Divergence, Factors, Option, Table
 from compress.fitting.divergence import Reference
 from compress.fitting.statistics import FitRun, pruning_run, reference
@@ -68,7 +68,9 @@ class Measuring:
                 "tokens_per_second": self._speed(result.directory),
             }
 
-        return self._run.work.once(f"measured-{number}", measure), candidate
+        point = self._run.work.once(f"measured-{number}", measure)
+        remove_models(run)
+        return point, candidate
 
     def _speed(self, directory: Path) -> float | None:
         """Return the tokens per second at which the engine decodes one sequence; None under a memory limit."""
@@ -136,10 +138,10 @@ def corrections_of(
         band, part = _summed(own for at, own in predicted.items() if _band(at, firsts) == first), parts[first]
         own = known.get(layer, NO_FACTORS)
         found[layer] = Factors(
-            together.removal * _ratio(part.removal, band.removal) if band.removal > 0.0 else own.removal,
+            max(together.removal * _ratio(part.removal, band.removal), LEAST_FACTOR) if band.removal > 0.0 else own.removal,
             own.rounding
             if keeps_rounding or band.rounding <= 0.0
-            else together.rounding * _ratio(part.rounding, band.rounding),
+            else max(together.rounding * _ratio(part.rounding, band.rounding), LEAST_FACTOR),
         )
     return found
 

@@ -59,6 +59,9 @@ def rounding_costs(
     weights: G of each MoE layer, [D]. directory: where the costs are kept, so that an interrupted pass resumes at its layer.
     """
     layers, text = checkpoint.config.moe_layers, Text(slice(0, len(tokens_SL)), tokens_SL.shape[1])
+    if not schemes:
+        counts = checkpoint.config.experts_by_layer
+        return {layer: {part: torch.zeros(counts[layer], 0, dtype=torch.float64) for part in PARTS} for layer in layers}
     directory.mkdir(parents=True, exist_ok=True)
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:

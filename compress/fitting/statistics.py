@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from contextlib import ExitStack
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -101,20 +102,19 @@ def table_of(run: FitRun, scores: Mapping[int, Sequence[Tensor]]) -> Table:
         budget=run.memory_budget,
         progress=run.bar("costs of rounding (layers)"),
     )
-    others = cast(dict[str, dict[str, float]], run.work.once("other-matrices", lambda: _costs_of_others(run), shared=True))
     budget = prepared.budget
     assert budget is not None and budget.unit_multiple is not None
     return table(
         *(Sizes(checkpoint, options.group_size), options.low_bits, scores, rounding),
         {layer: (unit_sums(directory, layer).tokens / tokens).tolist() for layer in scores},
-        {kind: {int(bits): cost for bits, cost in own.items()} for kind, own in others.items()},
+        _costs_of_others(run),
         multiple=budget.unit_multiple if options.remove_units else None,
         least_experts=budget.min_experts,
         keeps_plain=PLAIN_BITS in options.bits,
     )
 
 
-def _costs_of_others(run: FitRun) -> dict[str, dict[str, float]]:
+def _costs_of_others(run: FitRun) -> dict[str, dict[int, float]]:
     """Return the divergence that rounding the other matrices of each kind to nearest costs, by bits.
 
     It is measured at one width. A divergence is of the second order in the change of the weights, so at the other widths it
@@ -122,18 +122,21 @@ def _costs_of_others(run: FitRun) -> dict[str, dict[str, float]]:
     """
     checkpoint, widths = run.prepared.checkpoint, run.options.low_bits
     kinds = kinds_of_others(checkpoint.config)
-    schemes = {bits: Scheme(bits, run.options.group_size) for bits in widths}
-    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     if not widths:
-        return found
-    with reference(run) as full:
-        for kind, names in kinds.items():
+        return {kind: {} for kind in kinds}
+    schemes = {bits: Scheme(bits, run.options.group_size) for bits in widths}
+    measured = min(widths, key=lambda bits: abs(bits - MEASURED_BITS))
+    with ExitStack() as opened:
+        full = cache(lambda: opened.enter_context(reference(run)))  # a pass over the text, unless all costs are known
+
+        def cost(names: Sequence[str]) -> dict[str, float]:
             errors = {bits: squared_error(checkpoint, names, scheme) for bits, scheme in schemes.items()}
-            measured = min(widths, key=lambda bits: abs(bits - MEASURED_BITS))
-            divergence = full.divergence(rounded(checkpoint, names, schemes[measured]))
+            divergence = full().divergence(rounded(checkpoint, names, schemes[measured]))
             scale = divergence / errors[measured] if errors[measured] else 0.0
-            found[kind] = {str(bits): scale * error for bits, error in errors.items()}
-    return found
+            return {str(bits): scale * error for bits, error in errors.items()}
+
+        known = {kind: run.work.once(f"rounding-{kind}", partial(cost, own), shared=True) for kind, own in kinds.items()}
+    return {kind: {int(bits): own for bits, own in costs.items()} for kind, costs in known.items()}
 
 
 def reference(run: FitRun) -> Reference:

@@ -31,8 +31,8 @@ class FitOptions(JobOptions):
         several="commas",
         metavar="SIZE",
         unset="no limit",
-        help="Most bytes of the result's weights, such as 14GB. Several make a sweep: a result for each, which share all "
-        "statistics, and a comparison of them with MODEL.",
+        help="Most bytes of the result's weights, such as 14GB; this, --target-active or --fit-to is required. Several "
+        "sizes make a sweep: a result for each, which share all statistics, and a comparison of them with MODEL.",
     )
     target_active: int | None = option(
         None,
@@ -45,8 +45,8 @@ class FitOptions(JobOptions):
         None,
         group=TARGET,
         choices=(AUTO,),
-        unset="--target-size",
-        help="auto: as large as this machine's free memory allows, beside the KV cache of one full context.",
+        unset="no limit",
+        help="auto: as large as this machine's free main memory allows, beside the KV cache of one full context.",
     )
     bits: tuple[int, ...] = option(
         (PLAIN_BITS, *BITS),
@@ -70,7 +70,7 @@ class FitOptions(JobOptions):
     )
     min_experts: int = option(0, group=REMOVE, unset="experts per token", help="Fewest experts that a layer keeps.")
     validation_samples: int = option(
-        64, group=TARGET, minimum=1, help="Sequences on which candidates are measured: neither calibrated nor held out."
+        64, group=TARGET, minimum=1, help="Sequences on which candidates are measured, of documents of their own."
     )
     refit: RefitOptions = part(RefitOptions)
     calibration: CalibrationOptions = part(CalibrationOptions, windows=left_out(), samples=changed(128))
@@ -87,6 +87,8 @@ class FitOptions(JobOptions):
             raise OptionError(f"bits has {wrong[0]}; a matrix can have {', '.join(map(str, sorted(known)))}")
         if len(set(self.bits)) < len(self.bits):
             raise OptionError("a width is named twice in --bits; name each once")
+        if not self.low_bits and not self.remove_units:
+            raise OptionError(f"--bits {PLAIN_BITS} and --no-remove leave nothing to choose; leave out one of them")
 
     @property
     def low_bits(self) -> tuple[int, ...]:

@@ -60,6 +60,10 @@ class FeedbackRounding:
         bits = self._scheme_of(name).bits
         return QuantizedWeight(packed_OB, scales_OC, bits, packed_OB.shape[1] * 8 // bits)
 
+    def is_complete(self, layers: int) -> bool:
+        """Return whether all layers of a model of so many are rounded."""
+        return _path(self._directory, layers - 1).is_file()
+
     def _open(self, layer: int) -> SafetensorsFile:
         file = SafetensorsFile(_path(self._directory, layer))
         check_digest(file)
@@ -82,9 +86,9 @@ def round_layers(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> FeedbackRounding:
     """Round the matrices of every layer into `directory`. An interrupted pass resumes at its layer."""
-    wanted, last = set(options.names(checkpoint.config)), len(checkpoint.config.layers) - 1
+    wanted = set(options.names(checkpoint.config))
     found = FeedbackRounding(directory, options.scheme_of)
-    if _path(directory, last).is_file():
+    if found.is_complete(len(checkpoint.config.layers)):
         return found
     directory.mkdir(parents=True, exist_ok=True)
     text = Text(slice(0, len(tokens_SL)), tokens_SL.shape[1])

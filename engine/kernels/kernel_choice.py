@@ -21,7 +21,7 @@ from engine.progress import Progress, no_progress
 
 KERNELS = "COMPRESS_KERNELS"
 """Environment variable for what decodes, and on a GPU runs experts: `compiled`, `torch`, or `auto`, which tries both when a
-model is loaded."""
+model is loaded. What rounds to K types does so by compiled kernels unless it is `torch`."""
 COMPILED_MAX_ROWS = 64
 """Maximum number of rows for the kernels for few rows. Above it, the kernels for many rows are used if the processor
 multiplies bfloat16, and torch does everything else."""
@@ -150,8 +150,12 @@ def _load_kernels() -> Any:
 
 def _import_kernels() -> Any:
     """Return the module of compiled kernels; None if it is unwanted, or Numba is missing or cannot keep its cache."""
-    if wanted_kernels() == "torch":
-        return None
+    return None if wanted_kernels() == "torch" else _module()
+
+
+@cache
+def _module() -> Any:
+    """Return the module of compiled kernels; None if Numba is missing or cannot keep its cache."""
     try:
         from engine.kernels import compiled
     except (ImportError, RuntimeError):

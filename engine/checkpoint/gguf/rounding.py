@@ -71,7 +71,9 @@ def rounded_to_k(numbers: Tensor, kind: BlockType, weights_I: Tensor | None = No
     """
     rows, inputs = numbers.shape
     x, form = numbers.float().reshape(-1, kind.numbers), _FORMS[kind.name]
-    w = torch.ones(1, inputs) if weights_I is None else _usable(weights_I).view(1, -1)
+    if not bool(x.isfinite().all()):
+        raise UnsupportedError("has numbers that are not finite")
+    w = torch.ones(1, inputs, dtype=torch.float32) if weights_I is None else _usable(weights_I).view(1, -1)
     w = w.reshape(-1, kind.numbers)
     blocks = torch.empty(len(x), kind.bytes, dtype=torch.uint8)
     for start in range(0, len(x), _BLOCKS_AT_ONCE):
@@ -94,26 +96,21 @@ def _flat(values: Tensor, like_BS: Tensor | None = None) -> Tensor:
     return (values if like_BS is None else values[:, None].expand_as(like_BS)).flatten()
 
 
-def _half(scale_B: Tensor) -> Tensor:
-    """Return a scale rounded to float16."""
-    if bool((scale_B.abs() > _LARGEST).any()) or not bool(scale_B.isfinite().all()):
-        raise UnsupportedError("has numbers that are too large for a K type; write it as bf16 or f32")
-    return scale_B.half().float()
-
-
 def _search(x_BI: Tensor, w_BI: Tensor, form: _Form) -> _Blocks:
     parts, size = form.parts
     x_NL, w_NL = (each.reshape(-1, size).T.contiguous() for each in (x_BI, w_BI))
     steps = steps_of(x_NL, w_NL, form.integers)
     spanning, fitted = (_affine if form.integers.has_minimums else _symmetric)(steps)
 
-    def integers(real: _Real, near: int = 1, units: tuple[Tensor, Tensor] | None = None) -> _Found:
-        return _integers(steps, [each.view(-1, parts) for each in real], near, units)
-
-    found = integers(fitted)
+    spanning, fitted = ((scale.view(-1, parts), least.view(-1, parts)) for scale, least in (spanning, fitted))
+    units = _largest_units(steps, spanning)
+    if any(bool((unit_B.abs() > _LARGEST).any()) for unit_B in units):
+        raise UnsupportedError("has numbers that are too large for a K type; write it as bf16 or f32")
+    whole = _integers(steps, spanning, units, near=0)
+    found = _integers(steps, fitted, _largest_units(steps, fitted))
     units = _best_units(steps, found)
-    again = integers((units[0][:, None] * found.scales_BS, units[1][:, None] * found.leasts_BS), 1, units)
-    best = found.or_better(again).or_better(integers(spanning, near=0))
+    again = _integers(steps, (units[0][:, None] * found.scales_BS, units[1][:, None] * found.leasts_BS), units)
+    best = found.or_better(again).or_better(whole)
     return _Blocks(best, steps.integers_of(*best.by_sub_block).T.reshape(-1, parts, size))
 
 
@@ -140,17 +137,21 @@ def _extreme(values: Tensor) -> Tensor:
     return values.gather(-1, values.abs().argmax(-1, keepdim=True))[..., 0]
 
 
-def _integers(steps: Steps, real: list[Tensor], near: int, units: tuple[Tensor, Tensor] | None) -> _Found:
+def _largest_units(steps: Steps, real: _Real) -> tuple[Tensor, Tensor]:
+    """Return what the integers of scales and minimums [B, S] are multiplied by, [B], so that the largest ones fit."""
+    limits = steps.integers.lowest_scale, steps.integers.highest_scale
+    if steps.integers.has_minimums:
+        return real[0].amax(-1) / limits[1], real[1].amax(-1) / limits[1]
+    return _extreme(real[0]) / limits[0], torch.zeros_like(real[0][:, 0])
+
+
+def _integers(steps: Steps, real: _Real, units: tuple[Tensor, Tensor], near: int = 1) -> _Found:
     """Return the integers of scales and minimums [B, S]; those up to `near` away from the rounded ones are tried.
 
-    units: what the integers are multiplied by, [B] each; None for what the largest ones give.
+    units: what the integers are multiplied by, [B] each; rounded to float16, whose largest number stands for larger ones.
     """
     limits = steps.integers.lowest_scale, steps.integers.highest_scale
-    if units is None and steps.integers.has_minimums:
-        units = real[0].amax(-1) / limits[1], real[1].amax(-1) / limits[1]
-    elif units is None:
-        units = _extreme(real[0]) / limits[0], torch.zeros(len(real[0]))
-    d_B, m_B = map(_half, units)
+    d_B, m_B = (unit_B.clamp(-_LARGEST, _LARGEST).half().float() for unit_B in units)
     scales_BS = (real[0] / safe(d_B)[:, None]).round().clamp(*limits)
     leasts_BS = (real[1] / safe(m_B)[:, None]).round().clamp(0, limits[1])
     given = _flat(scales_BS), _flat(leasts_BS), _flat(d_B, scales_BS), _flat(m_B, scales_BS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ from tiny_families import by_name, save_tiny
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
+from calibrate.options import CalibrationOptions
 from compress import fit as module
 from compress.fit_sweep import named
-from compress.fitting import measured, rounding_costs
+from compress.fitting import candidate, measured, rounding_costs
 from compress.fitting.measured import weight_file_bytes
+from compress.options.fit import FitOptions
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.files.safetensors_writer import PAGE_BYTES
@@ -142,6 +146,54 @@ def test_refused_sweeps_leave_nothing(place: Path, sizes: str, fragments: list[s
     refused(place, [*FIT, "--target-size", sizes, *limit, "-o", "out"], *fragments)
 
 
+def test_an_impossible_size_is_known_before_any_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "prepare", lambda *given: pytest.fail("text was read"))
+    refused(place, [*FIT, "--target-size", "5KB", "-o", "out"], "the least that is possible is")
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_the_least_that_is_possible_is_possible(place: Path, remove: bool) -> None:
+    options = [*FIT, *(() if remove else ("--no-remove",))]
+    said = CliRunner().invoke(cli.main, [*options, "--target-size", "5KB", "-o", "out"]).output
+    least = re.search(r"the least that is possible is ([\d,]+)", said)
+    assert least is not None
+    figures = run(*options, "--target-size", least[1].replace(",", ""), "-o", "out")
+    assert figures["weight_file_bytes"] <= int(least[1].replace(",", ""))
+
+
+def test_candidates_are_measured_on_other_documents_than_those_of_the_costs(place: Path) -> None:
+    words = [f"{one}{other}{last}" for one in "bcdfghklmnp" for other in "aeiou" for last in "bcdfghklmnp"]
+    rows = [json.dumps({"text": " ".join([word] * 12)}) for word in words]
+    (place / "rows.jsonl").write_text("\n".join(rows))
+    calibration = CalibrationOptions(data="rows.jsonl", samples=200, sequence_length=16, evaluation_samples=0)
+    options = FitOptions(
+        model="model", output=place / "out", target_size=10**6, validation_samples=20, calibration=calibration
+    )
+    prepared = module.prepare_fitting(options)
+    grams = [
+        {tuple(row[place : place + 6].tolist()) for row in text for place in range(10)}
+        for text in (prepared.tokens_SL, prepared.validation_VL)
+    ]
+    assert len(grams[1]) > 10 and len(grams[0] & grams[1]) <= len(grams[1]) // 10
+
+
+def test_models_of_measured_candidates_are_removed_and_not_made_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, written = list[Path](), candidate._written
+    monkeypatch.setattr(candidate, "_written", lambda *given: made.append(given[2]) or written(*given))
+
+    def stop(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    target = ["--target-size", str(int(0.3 * whole_size(place)))]
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_by_bits", stop)
+        assert CliRunner().invoke(cli.main, [*FIT, *target, "-o", "out"]).exit_code == 130
+    assert made and not any(directory.exists() for directory in made)
+    before = len(made)
+    run(*FIT, *target, "-o", "out", "--resume")
+    assert len(made) == before
+
+
 def test_names_of_sizes() -> None:
     assert [named(size) for size in (14 * 10**9, 14_250_000_000, 3_514_640, 60_000, 999)] == [
         "14GB", "14.25GB", "3.51464MB", "60KB", "999B",
@@ -158,6 +210,10 @@ def test_names_of_sizes() -> None:
         (["--target-size", "1MB", "--bits", "4,4"], ["named twice"]),
         (["--target-size", "1MB", "--group-size", "48"], ["groups of 48 do not fill", "--group-size"]),
         (["--target-size", "1MB", "--unit-multiple", "16"], ["unit-multiple is 16", "--unit-multiple 32"]),
+        (["--target-size", "1MB", "--unit-multiple", "128"], ["unit-multiple is 128", "experts have 96 hidden units"]),
+        (["--target-size", "1MB", "--min-experts", "99"], ["min-experts is 99", "give a smaller number"]),
+        (["--target-size", "1MB", "--bits", "16", "--no-remove"], ["leave nothing to choose"]),
+        (["--target-size", "1MB,2MB", "--plan-output", "p.json"], ["--plan-output is for one artifact"]),
     ],
 )
 def test_refusals(place: Path, options: list[str], fragments: list[str]) -> None:

@@ -160,6 +160,30 @@ def test_compiled_steps_reach_the_error_of_those_of_torch(name: str, monkeypatch
     )
 
 
+def test_the_default_dtype_of_torch_plays_no_part() -> None:
+    x, expected = numbers(), rounded_to_k(numbers(), KINDS["Q4_K"])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(rounded_to_k(x, KINDS["Q4_K"]), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["Q3_K", "Q4_K"])
+def test_numbers_at_the_limit_are_rounded(name: str) -> None:
+    """The best scale of such a block may be above the largest float16."""
+    largest = 65504.0 * (63 * 15 if name == "Q4_K" else 32 * 4)
+    for seed in range(8):
+        x = torch.rand(1, 256, generator=torch.Generator().manual_seed(seed)) * 0.95 * largest
+        assert bool(read(rounded_to_k(x, KINDS[name]), name).isfinite().all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(UnsupportedError, match="not finite"):
+        rounded_to_k(torch.full((1, 256), value), KINDS["Q4_K"])
+
+
 def test_numbers_that_are_too_large_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="too large for a K type"):
         rounded_to_k(torch.full((1, 256), 1e9), KINDS["Q4_K"])
