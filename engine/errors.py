@@ -42,7 +42,7 @@ class TrainingError(CompressError):
 
 
 class BusyError(CompressError):
-    """The engine's queue of waiting requests is full; it will have room again later."""
+    """No request is taken now: a queue or a limit on bytes is full, or the engine is shutting down."""
 
 
 class ExportError(CompressError):

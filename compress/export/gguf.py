@@ -104,7 +104,9 @@ def _types(
 
     def form_of(source: str) -> int | str | None:
         scheme = checkpoint.scheme(source)
-        return scheme.bits if scheme is not None else MXFP4 if checkpoint.is_packed(source) else None
+        if scheme is None:
+            return MXFP4 if checkpoint.is_packed(source) and not checkpoint.nvfp4 else None
+        return scheme.bits
 
     if all(form_of(source) is None for tensor in description.tensors for source in tensor.sources):
         raise UnsupportedError("has no low-bit weights, whose types --type stored would take; give another --type")

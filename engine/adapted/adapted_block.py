@@ -25,7 +25,7 @@ from engine.errors import UnsupportedError
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 
 _OWN_ERROR = 1e-4
-"""Relative error of this module's functions of logits: those of transformers round elsewhere."""
+"""Allowed relative error of this module's functions of logits, because transformers' own round at other places."""
 _ROUNDINGS = 4
 """Most roundings of a weight by which a router's result may differ: scores, sum, quotient and scale."""
 

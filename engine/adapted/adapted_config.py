@@ -147,7 +147,7 @@ def least_experts(text: Any, layers: tuple[ExpertLayer, ...]) -> int:
 
 @dataclass(frozen=True)
 class StackedInMemory(Experts):
-    """Experts of which transformers stacks those of a layer."""
+    """Experts that transformers stacks layer by layer."""
 
     even_widths = True
 

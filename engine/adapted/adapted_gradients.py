@@ -176,7 +176,7 @@ def _forward(steps: list[_Step], rows: slice, call: Call) -> Any:
 
 
 def _write_back(given: tuple[Any, ...], used: tuple[Any, ...]) -> None:
-    """Put what a layer has written into a copy of a dictionary into the dictionary."""
+    """Copy the entries that a layer has written into its copy of a dictionary back into the original dictionary."""
     for own, other in zip(given, used, strict=True):
         if isinstance(own, dict) and own is not other:
             own |= other
@@ -191,7 +191,7 @@ def _back_through(step: _Step) -> None:
 
 
 def _take(pairs: list[tuple[Tensor, Tensor | None]]) -> None:
-    """Propagate gradients of tensors. What lies between two layers is gone through once for each layer that it leads to."""
+    """Propagate gradients of tensors. Operations between layers run backward once for each layer that they lead to."""
     found = [(own, grad) for own, grad in pairs if grad is not None]
     if found:
         torch.autograd.backward([own for own, _ in found], [grad for _, grad in found], retain_graph=True)

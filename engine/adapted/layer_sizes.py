@@ -85,7 +85,7 @@ def _narrowed(raw: Mapping[str, Any], key: WidthKey, width: int) -> dict[str, An
 
 
 def places_of(found: FoundLayers, key: CountKey, width: WidthKey | None) -> dict[str, Any]:
-    """Return where the blocks are, for `block_places`: the smallest module of a layer with all that depends on the count.
+    """Return `block_places`: where in a layer the smallest module lies that holds everything that depends on the count.
 
     width: the entry for the width of experts where layers have their own; the place of the experts is then there too.
     """

@@ -19,8 +19,8 @@ from engine.families.tensor_names import NEVER_ROUNDED
 from engine.kernels.kernel_choice import KernelChoice
 
 FEW_OUTPUTS, FEW_SHARE = 64, 4
-"""A matrix with at most so many outputs, and less than this part of its inputs, is never rounded: it gives a few numbers for
-each token, such as a gate of the shared expert or of heads, on which much depends."""
+"""A matrix with at most FEW_OUTPUTS outputs, and more than FEW_SHARE times as many inputs, is never rounded: it gives a few
+numbers for each token, such as a gate of the shared expert or of heads, on which much depends."""
 _AROUND = -1
 """Stands for the number of a layer, for weights around the layers."""
 

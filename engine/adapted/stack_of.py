@@ -67,7 +67,7 @@ def generic(name: str) -> str:
 def stacks_of(checkpoint: StoredModel, samples: Mapping[str, Callable[[], Tensor]]) -> dict[str, Stack]:
     """Return how stored tensors hold projections, by their generic names.
 
-    samples: return what each tensor of the sampled MoE layer holds of that expert. Raises UnsupportedError for a tensor
+    samples: functions that return the part of the sampled expert in each such tensor. Raises UnsupportedError for a tensor
     that holds something else, and for experts whose hidden units do not have one gate and one up each.
     """
     layer, dtype = checkpoint.found.sampled, checkpoint.model_dtype
@@ -136,7 +136,7 @@ def _split(module: Any, first: Tensor, gate: int, up: int) -> dict[int, Tensor]:
 
 
 def _check_gate(checkpoint: StoredModel, module: Any, width: int) -> None:
-    """Raise UnsupportedError unless a hidden unit depends on the outputs of the first product that `_split` says."""
+    """Raise UnsupportedError unless a hidden unit depends on those outputs of the first product that `_split` gives it."""
     outputs = 2 * width if module.has_gate else width
     with torch.enable_grad():
         made_P = torch.full((1, outputs), 0.5, requires_grad=True)

@@ -223,7 +223,7 @@ class ResultLayer:
 
 
 class StoredResult:
-    """The tensors of the files of a model with other experts, most of which are copies of the source's, some renamed."""
+    """The stored tensors of a model with other experts. Most are copies of the source's tensors, some under new names."""
 
     def __init__(
         self, checkpoint: StoredModel, layers: Mapping[int, ResultLayer], projection: Projection | None = None
@@ -257,7 +257,7 @@ class StoredResult:
         return None if self._experts is None or name not in self._checkpoint.names.targets else self._experts.stack(name)
 
     def _add_single(self, first: str, place: OneExpert, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Add the tensors of all experts of a layer that have one suffix; first: the source's name of that of expert 0."""
+        """Add a layer's tensors of single experts that share a suffix. first: the source's name of the one of expert 0."""
         layer = self._layers[place.layer]
         stack = self._stack(first)
         for number, row in enumerate(layer.rows):
@@ -309,7 +309,7 @@ class StoredResult:
                 yield stored[row : row + 1]
 
     def _made(self, stack: Stack, layer: int, numbers: Iterable[int], dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield what a tensor holds of each of some experts, from their projections."""
+        """Yield the part of a tensor that belongs to each of these experts, made from their projections."""
         assert self._projection is not None
         for number in numbers:
             parts = [self._projection(layer, number, projection) for projection in stack.projections]
@@ -325,7 +325,7 @@ def _stacked(made: Callable[[], Iterator[Tensor]], axis: int) -> Iterator[Tensor
 
 
 def _narrowed(stack: Stack, shape: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """Return the shape of what a tensor holds of one expert with this number of hidden units."""
+    """Return the shape of one expert's part of a tensor, where the expert has this number of hidden units."""
     if DOWN_BIAS in stack.projections:
         return shape
     axis = int((DOWN in stack.projections) != stack.transposed)

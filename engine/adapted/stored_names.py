@@ -144,7 +144,7 @@ class StoredNames:
                 )
 
     def _check_own_names(self) -> None:
-        """Raise CheckpointError for a low-bit weight of an expert that is missing, or whose shape config.json denies."""
+        """Raise CheckpointError for a low-bit weight of an expert that is missing or does not have config.json's shape."""
         for layer in self.found.experts:
             has_gate = self.model.get_submodule(layer.experts).has_gate
             places = product(range(layer.count), (GATE, UP, DOWN) if has_gate else (UP, DOWN))

@@ -182,8 +182,8 @@ def settings_digest(engine: Engine, checkpoint: Checkpoint, secret: bytes, sizes
 def _source_digest() -> str:
     """Return a digest of the code: another version of it may store something else, or in another order."""
     made, room = hashlib.sha256(), Path(__file__).resolve().parent.parent
-    for path in sorted(path for name in _SOURCES for path in (room / name).glob("*.py")):
-        made.update(path.name.encode() + path.read_bytes())
+    for path in sorted(path for name in _SOURCES for path in (room / name).rglob("*.py")):
+        made.update(str(path.relative_to(room)).encode() + path.read_bytes())
     return made.hexdigest()
 
 

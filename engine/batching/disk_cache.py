@@ -26,9 +26,9 @@ Block = Mapping[str, Tensor]
 MOST_QUEUED_BYTES = 256 << 20
 """Limit on the bytes of the blocks that wait to be written."""
 MOST_JOBS = 10_000
-"""Length of the queue from which on it is not noted which blocks were used."""
+"""Queue length from which uses of blocks are no longer recorded."""
 AHEAD_BYTES = 64 << 20
-"""Limit on the bytes that one reading is ahead, but for its last block."""
+"""Limit on the bytes that one reading holds ahead of the scheduler. Its last block may exceed the limit."""
 READERS = 2
 PAUSE_SECONDS = 60.0
 """Time without writing after a write that failed: a full disk has no room in the next moment either."""
@@ -136,7 +136,10 @@ class _Job:
 
 
 class DiskCache:
-    """The blocks of all models of a process, in one directory. Any thread may use it; only `close` waits for the disk."""
+    """The blocks of all models of a process, in one directory. Any thread may use it.
+
+    Only `read`, `wait`, `close`, and `write` with a time limit wait for the disk.
+    """
 
     def __init__(self, directory: Path, limit: int) -> None:
         """limit: maximum bytes on disk. Raises OptionError for a directory that cannot be used."""
@@ -182,7 +185,7 @@ class DiskCache:
             return key in self._queued or key in self._files
 
     def takes(self, size: int) -> bool:
-        """Return whether a block of so many bytes would be queued now, before it is copied for that."""
+        """Return whether `write` would queue a block of so many bytes now, so that it need not be copied in vain."""
         with self._changed:
             return self._has_room(size) and not self._is_closed and not self._pauses
 

@@ -43,7 +43,7 @@ class _Size:
     is_on: bool = True
     """The kind of steps that was cheaper."""
     costs: dict[bool, Mean] = field(default_factory=dict)
-    """Seconds of a token, in steps that were to have drafted tokens (True) and in others."""
+    """Seconds per token, in steps that were to have drafted tokens (True) and in others."""
     tried: bool = True
     """The kind of steps that is measured for a comparison."""
     left: int = TRIAL_STEPS
@@ -96,7 +96,8 @@ class DraftSwitch:
     def _size(self, sequences: int) -> _Size:
         """Return the measurements for so many sequences.
 
-        Drafts gain less with more sequences: at first they are off if they are with fewer, and on if they are with more.
+        Drafting gains less with more sequences. At first it is therefore off for a number of sequences if it is off for a
+        smaller number, and on if it is on for a larger one.
         """
         if sequences not in self._sizes:
             known = [(count, size.is_on) for count, size in self._sizes.items() if size.is_known]
@@ -110,7 +111,7 @@ class DraftSwitch:
         size.costs.pop(kind, None)  # it may have changed since
 
     def _compare(self, size: _Size) -> None:
-        """Choose the cheaper kind after a trial. A draft has to read the prompts as well, which each token pays for."""
+        """Choose the cheaper kind after a trial. Each token pays for its share of the draft's reading of prompts."""
         if len(size.costs) < 2:
             self._try(size, not size.tried)
             return

@@ -29,7 +29,7 @@ from engine.generation.sampling import are_finite, largest
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, KernelChoice
 
 FEW_UNREAD = 2
-"""Tokens that the draft reads in one step with the others: the last one, and the last drafted one if all were kept."""
+"""Most unread tokens of a sequence that is drafted for: the last token, and the last drafted one if all were kept."""
 
 
 def cache_sizes(engine: Engine) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Drafting:
             self.pool.fill(table, state.tokens, min(table.length, len(state.tokens) - 1))
 
     def end_step(self, sequences: int, tokens: int) -> None:
-        """Take the time of a step that read no prompt of the model. tokens: number of new ones."""
+        """Take the time of a step in which the model read no prompt. tokens: number of new tokens."""
         if sequences and self._most_for(sequences):
             self.switch.measured(sequences, tokens, self.clock() - self._began - self._spent_reading)
 

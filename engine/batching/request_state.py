@@ -47,7 +47,7 @@ class Surroundings:
 
 @dataclass
 class _Choosing:
-    """State besides the grammar that the choice of a token depends on, and changes."""
+    """State that the choice of a token depends on and changes, except the place in the grammar."""
 
     counts: Counter[int] = field(default_factory=Counter)
     """How often each token was generated."""
@@ -162,7 +162,7 @@ class RequestState:
         return not complete and token not in self._stream.end_tokens
 
     def settle(self) -> None:
-        """End the drafting: the next choice is that of the first token again."""
+        """End the drafting: the next choice is again that of the first token after `tokens`."""
         self._trial = None
         if self.matcher is not None:
             self.matcher.undo()
@@ -217,7 +217,7 @@ class RequestState:
                     logprobs += described(logits_RV[row, None], [token], self.request.top_logprobs)
                 if self._stream.finish_reason or drafted[row : row + 1] != [token]:
                     break
-        finally:  # those before one that cannot be chosen are told
+        finally:  # tokens that were chosen before an error are sent as well
             if tokens:
                 self._tell(self._stream.finish_reason, self._stream.take(), tuple(tokens), tuple(logprobs))
 

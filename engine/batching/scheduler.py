@@ -1,8 +1,9 @@
 """Continuous batching: a loop of schedule, run, postprocess, while requests arrive and end.
 
-Each step generates one token for every decoding sequence and reads pieces of the prompts that are still unread. A
-request's result does not depend on the other requests: a prompt is always split at the same places, sequences never
-share an attention product, and each has random numbers of its own. Only a Runner knows the model.
+Each step generates one token for every decoding sequence, or several where they are drafted, and reads pieces of the
+prompts that are still unread. A request's result does not depend on the other requests: a prompt is always split at the
+same places, sequences never share an attention product, and each has random numbers of its own. Only a Runner knows the
+model.
 
 Shape suffixes: B sequences, T rows, R rows of one sequence, V vocabulary.
 """
@@ -173,7 +174,7 @@ class Scheduler:
             self.waiting.append(state)
 
     def step(self) -> None:
-        """Generate one token for every running sequence, or several where they are drafted, and read a piece of a prompt.
+        """Generate one token for every decoding sequence, or several where they are drafted, and read pieces of prompts.
 
         Any exception is a bug or out of memory.
         """

@@ -195,7 +195,7 @@ class Checkpoint(ModelDirectory):
         return self._views[name].stored_names
 
     def is_packed(self, name: str) -> bool:
-        """Return whether a tensor is stored as packed integers or in MXFP4 blocks."""
+        """Return whether a tensor is stored as packed integers, in MXFP4 blocks or in NVFP4."""
         view = self._views[name]
         return isinstance(view, QuantizedView) or view.is_packed
 
@@ -264,7 +264,7 @@ class Checkpoint(ModelDirectory):
 
     @property
     def prediction_layers(self) -> int:
-        """Number of layers for multi-token prediction in the files; they are not read."""
+        """Number of layers for multi-token prediction in the files; they are not part of the decoder."""
         if self.gguf is not None:
             return self.gguf.prediction_layers
         names = [name for file in self.files for name in file.entries]
@@ -284,7 +284,7 @@ class Checkpoint(ModelDirectory):
 
     @cached_property
     def prediction_tensors(self) -> dict[str, StoredView]:
-        """These tensors by name. Scales of 8-bit floating point are part of their weights."""
+        """The tensors of layers for multi-token prediction, by name. Scales of FP8 weights are part of their weights."""
         there = self.prediction_files
         scales = {name + suffix for name in there for suffix in SUFFIXES}
         views = {name: self._views[name] for name in there if name not in scales}

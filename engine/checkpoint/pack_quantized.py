@@ -135,7 +135,7 @@ def config_of(
 def _patterns(names: Iterable[str]) -> list[str]:
     """Return regular expressions that match these names of modules and no other ones.
 
-    The experts of a layer that share projections are in one expression, so that it is not longer than their numbers.
+    Experts of a layer with the same projections share one expression, which is little longer than their numbers.
     """
     alone: list[str] = []
     projections: dict[tuple[str, str], list[str]] = {}

@@ -1,8 +1,8 @@
 """A tokenizer that is its tokenizer.json and nothing else, without transformers, whose import takes over a second.
 
-transformers has classes that build a tokenizer anew from its vocabulary and leave out part of tokenizer.json. Only where
-tokenizer_config.json names the generic class, and has no setting that changes the tokenizer, is it read here; all others
-are transformers' to load.
+transformers has classes that build a tokenizer anew from its vocabulary and leave out part of tokenizer.json. A tokenizer
+is read here only if tokenizer_config.json names the generic class and has no setting that changes the tokenizer;
+transformers loads all others.
 """
 
 from __future__ import annotations

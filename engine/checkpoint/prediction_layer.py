@@ -24,9 +24,9 @@ FIRST = "model.layers.0"
 
 
 def prediction_config(config: DecoderConfig) -> DecoderConfig | None:
-    """Return the config of a decoder of one layer, which is as a model's layers for multi-token prediction.
+    """Return the config of a decoder of one layer, which is like a model's layers for multi-token prediction.
 
-    They are as its last layer with experts and without a state; None where there is no such layer.
+    These are like its last layer with experts and with attention without a state; None if there is no such layer.
     """
     fitting = (layer for layer in reversed(config.layers) if layer.moe is not None and layer.linear is None)
     last = next((layer for layer in fitting if layer.attends), None)

@@ -224,7 +224,7 @@ def _resize(layer, count):
 _CALL_OF_LAYER = """\
                 _resize(layer, moe["num_local_experts"])
 """
-"""These where router and experts are modules of the layer."""
+"""Functions and their call for a family whose router and experts are modules of the layer itself."""
 
 
 def render(row: Architecture) -> str:

@@ -1,9 +1,9 @@
 """One step of decoding in one compiled call, for decoders whose parts the kernels support.
 
 For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
-compute the same products with the same rounding as `model.DecoderLayer`. Unsupported parts run through the layers:
-latent and linear attention, output gates, zero-centered norms, norms of values and of outputs, routers other than the top-k
-of a softmax, partly rotated heads, observers of experts.
+compute the same products with the same rounding as `model.DecoderLayer`. A decoder with any unsupported part runs layer by
+layer instead. Such parts are latent and linear attention, output gates, zero-centered norms, norms of values and of
+outputs, routers other than the top-k of a softmax, partly rotated heads, and observers of experts.
 
 Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
 """
@@ -102,7 +102,7 @@ class DecodeStep:
         return x_BLD
 
     def forget(self) -> None:
-        """Read all weights anew at the next step: some are copied in another dtype, and these may have changed in place."""
+        """Make the next step read all weights anew: the tables hold copies of some in another dtype."""
         self._first = []
 
     def serves(self, kernels: Any) -> bool:
@@ -183,7 +183,7 @@ class DecodeStep:
 
 
 class _BeforeExperts:
-    """Asks the blocks to bring their experts into memory, from within the compiled step, and tells them what it used."""
+    """Asks residencies for experts from within a compiled step, and tells them which experts the step used."""
 
     def __init__(self, kernels: Any, table: Any, blocks: dict[int, MoeBlock], hidden: int) -> None:
         """table: records of all layers, which are completed. blocks: those with experts, by layer."""
@@ -206,9 +206,9 @@ class _BeforeExperts:
         return self._used_LTS
 
     def end(self) -> None:
-        """Raise the first error of the step, whose result is then worthless: none can pass through compiled code.
+        """Raise the first error of the step, which could not pass through compiled code; the result is then worthless.
 
-        Otherwise note what the layers used that have not asked.
+        Otherwise note the choices of the layers that did not ask.
         """
         error, self._error = self._error, None
         if error is not None:
@@ -326,7 +326,7 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
 
 
 def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
-    """Norms, projections and the window."""
+    """Write the norms, projections and window of a layer into its record."""
     attention, parts = layer.attention, ("query", "key", "value", "output")
     row["attention_norm"], row["ffn_norm"] = layer.attention_norm.data_ptr(), layer.feed_forward_norm.data_ptr()
     matrices = [getattr(attention, part) for part in parts]
@@ -342,7 +342,7 @@ def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
 
 
 def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]) -> None:
-    """The router, and what the routed experts have in common."""
+    """Write the router, and what the routed experts have in common, into the record of a layer."""
     row["router"], row["router_bias"] = addresses(block.router_ND), _address(block.logit_bias_N)
     row["shared_gate"] = _address(block.shared_gate_1D), 0
     row["expert_count"], row["expert_form"] = len(experts), kernels.form_address(_expert_form(kernels, experts))

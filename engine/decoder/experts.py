@@ -78,7 +78,7 @@ class Residency(Protocol):
         """
 
     def note(self, chosen_TS: Any) -> None:
-        """Note the choices of a step that found all of them in memory, and was not to ask."""
+        """Note the choices of a step that found all of them in memory, and therefore did not ask."""
 
 
 SPARSE_MAX_TOKENS = 4

@@ -1,4 +1,4 @@
-"""Whether what one forward pass gives a text has the same bits whatever else the pass reads.
+"""Whether a text gets bit-identical results from a forward pass, whatever else the pass reads.
 
 That is so where the kernels for many rows compute every product, because they sum in one order. The order in which torch
 sums depends on the number of rows. Everything else in a layer without states is computed row by row.
@@ -18,7 +18,7 @@ from engine.kernels.stored.quantized_weight import LowBitWeight, Weight
 
 
 def rows_are_independent(decoder: Decoder, choice: KernelChoice) -> bool:
-    """Return whether that is so for each text that a pass with this choice reads."""
+    """Return whether each text that a pass with this choice reads gets bit-identical results in any company."""
     kernels = choice.for_products(choice.max_few_rows + 1, decoder.norm)
     return kernels is not None and all(_is_served(kernels, module) for module in decoder.layers.modules())
 

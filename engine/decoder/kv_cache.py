@@ -115,7 +115,7 @@ def row_of_layers(config: DecoderConfig) -> dict[int, int]:
 class KeyValueCache:
     """Preallocated keys and values of every layer that has them; `length` positions are filled.
 
-    They are stored in `dtype`, which may differ from the compute dtype. All other layers have a state.
+    They are stored in `dtype`, which may differ from the compute dtype. Layers without them have a state or cache nothing.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ class Decoder(nn.Module):
     """A complete language model."""
 
     states_BLD: Tensor | None = None
-    """None: losses are given the hidden states themselves."""
+    """Always None: losses are given hidden states, not logits (passes/layerwise.Head)."""
 
     def __init__(
         self, config: DecoderConfig, tensor: TensorSource, made: Callable[[int, DecoderLayer], None] | None = None
@@ -357,7 +357,7 @@ class Outer:
     """The modules after the last layer, for code that runs layers one by one."""
 
     states_BLD: Tensor | None = None
-    """None: losses are given the hidden states themselves."""
+    """Always None: losses are given hidden states, not logits (passes/layerwise.Head)."""
 
     def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
         self._config = config

@@ -142,8 +142,8 @@ class PagedBatch:
 
         `read_as`: minimum lengths of the texts that the positions belong to, for rotary scalings that depend on them.
 
-        `ahead`: how far after the content of its table each position is, so that the next few positions of a sequence are as
-        many sequences of one new position, in order. Each attends to those before it, with the result of reading it alone.
+        `ahead`: distance of each position from the end of its table's content, where the next few positions of one sequence
+        are given as several sequences, in order. Each attends to those before it, with the result of reading it alone.
         """
         assert ahead is None or (new is None and cache.pool.shares), "several positions at once need a step and no states"
         assert new is None or len(new) == 1 or cache.pool.shares, "texts that are read together have no states"

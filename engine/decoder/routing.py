@@ -409,7 +409,7 @@ class Skipping:
     gamma1_K: Tensor
     """[K-1], the layer's calibration medians of w_ej / w_e0, j = 1..K-1."""
     gamma2_NN: Tensor
-    """[N, N], CKA(e_0,e_j) divided by the layer's mean CKA; ones for NAEE's rule."""
+    """[N, N], CKA(e_0,e_j) divided by the layer's mean CKA; ones for the rules of NAEE and MC-MoE."""
     threshold: float | Tensor
     """A number, or [T] if each token of the next call has its own threshold."""
     normalise: bool

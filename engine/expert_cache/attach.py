@@ -73,7 +73,7 @@ class Residency:
                 self._cache.expect(layer, numbers, distance)
 
     def note(self, chosen_TS: Any) -> None:
-        """Note the choices of a step that found all of them in memory, and was not to ask."""
+        """Note the choices of a step that found all of them in memory, and therefore did not ask."""
         self._cache.note(self._layer, chosen_TS)
 
     def _predicted(self, x_TD: Tensor, slots: int, following: tuple[int, MoeBlock | None]) -> Any:

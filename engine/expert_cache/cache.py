@@ -40,11 +40,11 @@ HEADROOM_BYTES = 48 << 20
 LEAST_PRECISION = 0.5
 """Share of the predicted experts that must be chosen for reading ahead to go on: every other read takes the disk's time."""
 READ_SECONDS = 1e-3
-"""Time that reading an expert takes from a step that does not wait for it: calls, and memory's and processors' time."""
+"""Time that a read costs a step even if the step does not wait for it: calls, memory bandwidth and processor time."""
 LEAST_MISSES = 0.05
 """Experts that a step of a layer must lack on average for a prediction to be worth its time."""
 _MAPPINGS_OF_PART = 3
-"""Mappings of the system for each part of an expert whose pages are moved, with room for all others."""
+"""Allowance of memory mappings for each part of an expert whose pages are moved, with room for all other mappings."""
 _MEMORY = 0.95
 """Weight of the past in the averages of a layer: of its misses, and of the precision of the predictions for it."""
 
@@ -81,7 +81,7 @@ class ExpertCache:
         self._resident: set[Key] = set()
         self._loading: dict[Key, Loading] = {}
         self._lenders: dict[Key, Loading] = {}
-        """Experts that left memory, by the expert on its way that takes their pages. They cannot come back before."""
+        """Experts that left memory, each with the loading that takes its pages. They cannot come back before it is done."""
         self._ahead: dict[int, set[Key]] = {}
         """Experts that were read ahead, by layer, until the layer is reached."""
         self._wanted: dict[Key, None] = {}
@@ -255,10 +255,7 @@ class ExpertCache:
         return missing + sum(key in wanted and key in self._resident for key in ahead)
 
     def _price(self, layer: int, came: int, seconds: float) -> None:
-        """Tell the policy how long a layer waits for an expert: those of the first layer can never be read ahead.
-
-        Prompts, whose experts are not read ahead, count little.
-        """
+        """Tell the policy how long a layer waits for an expert. Experts of the first layer can never be read ahead."""
         if came:
             count, average = self._waits.get(layer, (0, 0.0))
             average += max(1 - _MEMORY, 1 / (count + 1)) * (seconds / came - average)
@@ -288,7 +285,8 @@ class ExpertCache:
     def _begin(self, key: Key, urgency: int, *pinned: Container[Key]) -> bool:
         """Make room and begin to read an expert. Returns False if nothing may leave for it.
 
-        pinned: the experts that stay; where nothing else can leave, those of the next container.
+        pinned: containers of experts that stay. If no other expert can leave, the next container takes the place of the
+        one before.
         """
         parts, size = self._places[key], self.expert_sizes[key]
         if key in self._lenders:

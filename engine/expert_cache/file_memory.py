@@ -53,7 +53,7 @@ class FileMemory:
         self._bytes = memoryview(self.map)
         self._descriptor, self.is_direct = _open(file)
         self._users: Counter[int] = Counter()
-        """How many loaded extents reach into a page that an extent does not fill."""
+        """Number of loaded extents that begin or end in each page."""
         file.serve_from(self.map)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 

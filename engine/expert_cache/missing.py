@@ -85,7 +85,7 @@ class LayerCache:
     reads: int = 0
     """Experts among them that were read."""
     changed: int = 0
-    """Slots of tokens that another expert took, or none."""
+    """Slots of tokens whose expert was replaced by another one or left out."""
     _cache: SimulatedCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,9 +106,8 @@ class LayerCache:
 class LimitedRouting:
     """A layer's own Routing, as it acts where a part of the experts fits into memory.
 
-    The same text is read once for each group of caches. All caches of a group see the same tokens; the threshold of the
-    first changes what the text's tokens get. Tokens come in the order of decoding, those of one reading after those of the
-    one before.
+    `readings` has a group of caches for each time that the text is read. All caches of a group see the same choices, and
+    only the threshold of the first one changes the routing. Tokens come in the order of decoding, reading after reading.
     """
 
     base: Routing

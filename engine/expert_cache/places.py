@@ -17,7 +17,7 @@ from engine.families.tensor_names import expert_parts, expert_tensor
 from engine.kernels.stored.quantized_weight import Weight
 
 SMALL_BYTES = 16_384
-"""Tensors of which an expert has so much or less are always in memory: shapes, biases and short scales."""
+"""Tensors with at most so many bytes for each expert are always in memory: shapes, biases and short scales."""
 _MOST_WIDENING = 4
 """Times that a scale may grow when it is converted: from one byte to float32."""
 
@@ -76,7 +76,8 @@ class FileMemories:
     def _parts(self, weight: Weight, stored: Iterable[str]) -> list[Part] | None:
         """Return the parts that a weight covers, without those that stay in memory; None if the weight is a copy.
 
-        stored: the names of the tensors that it is made of. Copies of those that stay in memory are no copies of the others.
+        stored: the names of the tensors that it is made of. Copies of tensors that
+        stay in memory do not make the weight a copy.
         """
         fixed = [self._fixed[name] for name in stored if name in self._fixed]
         if len(fixed) == len(tuple(stored)):

@@ -35,7 +35,7 @@ EQUAL = 1e-9
 MOST_RANKED = 16
 """Experts that `Worth` ranks at once."""
 _RESIDENT_FOR_ONE_RANKED = 32
-"""Experts in memory for each of them, so that those that are ranked differ little from all others."""
+"""Experts in memory for each ranked one, so that evicting the ranked ones hardly changes the estimates."""
 
 
 class Policy(Protocol):
@@ -243,7 +243,7 @@ class Worth:
         return found
 
     def _rank(self) -> None:
-        """Rank the experts that leave next, if there are so many that a few leave nearly the estimates as they are."""
+        """Rank the experts that leave next, if so many are in memory that evicting a few hardly changes the estimates."""
         count = min(MOST_RANKED, int(self._is_resident_LN.sum()) // _RESIDENT_FOR_ONE_RANKED)
         self._ranked = []
         if count > 1:

@@ -1,4 +1,4 @@
-"""Threads that read parts of experts. What a layer waits for goes before what was read ahead."""
+"""Threads that read parts of experts. Experts that a layer waits for go before those that are read ahead."""
 
 from __future__ import annotations
 

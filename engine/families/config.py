@@ -40,7 +40,7 @@ class DecoderConfig:
     dense_positions: int | None
     """Number of positions up to which sparse attention is dense. The decoder has dense attention only; None for no limit."""
     prediction_layers: int
-    """Number of layers for multi-token prediction. They follow the last layer in a checkpoint and are not read."""
+    """Number of layers for multi-token prediction, which follow the last layer in a checkpoint, outside of the decoder."""
     layers: tuple[LayerConfig, ...]
     multipliers: Multipliers
     temperature: Temperature | None

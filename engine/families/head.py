@@ -29,7 +29,7 @@ class PredictionLayers:
     """Layers for multi-token prediction. They follow the last layer in a checkpoint and are not part of the decoder."""
 
     count: str = "num_nextn_predict_layers"
-    """Config key of their number. Results leave these layers out and have 0 there."""
+    """Config key of their number; it is 0 in results that leave these layers out."""
     prefix: str | None = None
     """Prefix of the names of their tensors, if these are not named as further layers."""
     layer: str = _FURTHER

@@ -159,7 +159,7 @@ class LightningConfig(LinearConfig):
     block: ClassVar[int] = 256
 
     def positions(self, length: int) -> float:
-        """Return the size of a block, and up to E further positions for the state."""
+        """Return the positions of a block, at most `length`, and E further ones for the state."""
         return min(self.block, length) + self.key_dimension
 
 
@@ -190,7 +190,7 @@ class GatedDeltaConfig(LinearConfig):
         return 3 * self.channels + 3 * self.projected + 4 * self.heads * self.block
 
     def positions(self, length: int) -> float:
-        """Return the number that the products within a block and with the state cost.
+        """Return the number of positions that cost as much as the products within a block and with the state.
 
         Within a block, queries and keys are multiplied with keys, a triangular system is solved for values, and its
         solution is mixed. Keys, queries and the solution are multiplied with the state.
@@ -246,7 +246,7 @@ class Mamba2Config(LinearConfig):
         return 3 * self.projected + 3 * self.inner + self.heads * (2 * self.key_dimension + 3 * self.block)
 
     def positions(self, length: int) -> float:
-        """Return the number that the products within a block and with the state cost.
+        """Return the number of positions that cost as much as the products within a block and with the state.
 
         Within a block, C is multiplied with B in each group, and x is mixed. B and C are multiplied with the state.
         """

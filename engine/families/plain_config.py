@@ -154,7 +154,7 @@ def _rope(given: dict[str, Any] | None, extras: dict[str, Any], record: Mapping[
 
 
 def _check_whole(held: SimpleNamespace) -> None:
-    """Leave configs to transformers that its validators refuse or warn about."""
+    """Raise _Unusual for configs that the validators of transformers refuse or warn about."""
     sizes = (held.vocab_size, held.hidden_size, held.num_hidden_layers, held.num_attention_heads)
     if min(sizes) < 1:
         raise _Unusual

@@ -45,7 +45,7 @@ def metadata_entry(key: str, value: Any, kind: int | None = None) -> bytes:
 
 
 def changed_entry(entry: bytes, key: str, value: Any) -> bytes:
-    """Return an entry with another number, of the stored one's type; a list with one number for each layer becomes one."""
+    """Return an entry with another number of the same type, in place of a number or of a list with one for each layer."""
     place = len(_text(key))
     kind, element = struct.unpack_from("<II", entry, place)
     return metadata_entry(key, value, element if kind == _ARRAY else kind)

@@ -2,8 +2,8 @@
 
 The format, version 3 (github.com/ggml-org/ggml, docs/gguf.md), is little-endian: "GGUF", the version, the numbers of tensors
 and of metadata entries; each entry's key, type and value; each tensor's name, dimensions (the innermost first), type and
-offset; then the data, which begins at a multiple of the alignment, as does each tensor. Version 2 is read too: it differs
-in its permission of other byte orders only.
+offset; then the data, which begins at a multiple of the alignment, as does each tensor. Version 2 is read too: version 3
+only adds that files may have the other byte order.
 """
 
 from __future__ import annotations

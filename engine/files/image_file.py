@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import OptionError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Pillow's names of the formats that are read. Of an animated image only the first frame is."""
+"""Pillow's names of the formats that are read. Only the first frame of an animated image is read."""
 MOST_IMAGES = 16
 """Limit on the images of one prompt."""
 MOST_FILE_BYTES = 50_000_000

@@ -67,8 +67,8 @@ def _split(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
 def _aligned(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
     """Return the names of tensors in the order of a file in which all are aligned.
 
-    Those that fill whole pages come first, in their order, so that each begins on a page. Of the others, the widest dtypes
-    come first.
+    Those that fill whole pages come first, in their order, so that each begins on a page. The others follow, those of the
+    widest dtypes first.
     """
     return sorted(layout, key=lambda name: sizes[name] % PAGE_BYTES and 1 + 1 / layout[name][0].itemsize)
 

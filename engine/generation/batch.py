@@ -116,7 +116,7 @@ class Batch:
         self._kv_cache_bytes = max(self._kv_cache_bytes, cache.bytes)
 
     def watch(self, decoder: Decoder, layer: PredictionLayer) -> Callable[[Tensor], None]:
-        """Return what takes the decoder's hidden states, so that its own layer for multi-token prediction drafts."""
+        """Return the function that takes the decoder's hidden states, from which its own prediction layer drafts."""
         own = self._engine
         reader = PredictionReader(decoder, layer, self._real_BP.shape[1], own.kv_cache_dtype)
         reader.kernels = own.prompt_kernels, own.decoding_kernels

@@ -263,7 +263,7 @@ class Engine:
     def prepare(self) -> None:
         """Load the kernels that this model decodes with, so that the first token does not wait for them.
 
-        What was read of libraries to get here leaves memory.
+        The pages of library code that were used to open the model are then released from memory.
         """
         if isinstance(self.decoder, Decoder):
             prepare_decoding(self.dtype, self.device, self.decoder.kernels_needed, self.progress)
@@ -410,7 +410,7 @@ class Engine:
             return self._last_logits(piece, seen, cache, self.prompt_kernels)
 
     def _last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache, choice: KernelChoice) -> Tensor:
-        """Return the logits of the last position, [B, V]. Only our own decoder leaves the choice of kernels."""
+        """Return the logits of the last position, [B, V]. Only our own decoder takes a choice of kernels."""
         if isinstance(self.decoder, Decoder):
             return self.decoder.last_logits(tokens_BL, real_BP, own_cache(cache), choice)
         return self.decoder.last_logits(tokens_BL, real_BP, cast(Any, cache))

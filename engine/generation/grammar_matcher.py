@@ -95,7 +95,7 @@ class Matcher:
         self._before = _Place()
         """The place before them."""
         self._ahead: list[tuple[int, _Place]] = []
-        """Tokens that were taken on trial, and the place after each, for the text that may go there."""
+        """Tokens that were taken on trial, and the place after each, which is kept if the text takes the same token."""
 
     def prepare(self) -> None:
         """Compute which tokens may follow, for `allowed`. It never raises."""

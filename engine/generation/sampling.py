@@ -178,7 +178,7 @@ def _top_n_sigma(scores_BV: Tensor, sigmas: float) -> Tensor:
 
 
 def _min_p(scores_BV: Tensor, fraction: float) -> Tensor:
-    """Close the tokens whose probability is below `fraction` of the largest; `probabilities` divides both by one sum."""
+    """Close the tokens whose probability is below `fraction` of the largest. Scores suffice: both have one divisor."""
     if fraction == 0:
         return scores_BV
     least_B1 = scores_BV.amax(dim=-1, keepdim=True) + math.log(fraction)
@@ -194,7 +194,7 @@ def _top_k(scores_BV: Tensor, count: int) -> Tensor:
 
 
 def _top_p(scores_BV: Tensor, share: float) -> Tensor:
-    """Close the tokens before which others, of a larger score or of the same and a smaller id, already have the share.
+    """Close each token if those before it, in the order of larger scores and then smaller ids, already have the share.
 
     Sorting a vocabulary takes twenty times as long as finding its largest entries, which are nearly always enough.
     """

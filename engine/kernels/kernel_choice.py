@@ -20,8 +20,8 @@ from engine.kernels.trial import TRIAL_SHAPE, pays
 from engine.progress import Progress, no_progress
 
 KERNELS = "COMPRESS_KERNELS"
-"""Environment variable for what decodes, and on a GPU runs experts: `compiled`, `torch`, or `auto`, which tries both when a
-model is loaded. What rounds to K types does so by compiled kernels unless it is `torch`."""
+"""Environment variable that chooses the kernels of decoding, and of experts on a GPU: `compiled`, `torch`, or `auto`, which
+tries both when a model is loaded. Rounding to K types uses compiled kernels unless the variable is `torch`."""
 COMPILED_MAX_ROWS = 64
 """Maximum number of rows for the kernels for few rows. Above it, the kernels for many rows are used if the processor
 multiplies bfloat16, and torch does everything else."""
@@ -42,7 +42,7 @@ class KernelChoice:
     threads: int | None = None
     """Threads of the compiled kernels; None for torch's number."""
     observer: Callable[[Tensor, Sequence[Any]], None] | None = None
-    """Sees the input of every product that torch computes, and the weights that are multiplied by it."""
+    """Sees the input of every product, and the weights that are multiplied by it."""
 
     def with_threads(self, threads: int | None) -> KernelChoice:
         """Return this choice with another number of threads."""

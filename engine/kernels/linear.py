@@ -1,11 +1,13 @@
 """x·Wᵀ for weights stored in half precision or as low-bit weights, with the fastest method for this processor.
 
 Decoding multiplies a few rows and is bound by memory bandwidth. In bfloat16 these products use compiled kernels if Numba is
-installed (engine/kernels), and torch otherwise. Products of many rows use torch, except on processors that only emulate
-bfloat16 arithmetic (on AVX2 a product of 512 rows takes 8 times as long as in float32). There the weight is widened one
-block at a time into a small buffer that stays in cache, and multiplied in float32, which is also more exact.
+installed (engine/kernels), and torch otherwise. Products of many rows use compiled kernels if the processor multiplies pairs
+of bfloat16, and torch otherwise. On processors that only emulate bfloat16 arithmetic (on AVX2 a product of 512 rows takes 8
+times as long as in float32), the weight is widened one block at a time into a small buffer that stays in cache, and
+multiplied in float32, which is also more exact.
 
-A low-bit weight is dequantized for its product and discarded afterwards, so only one matrix of a model is wide at a time.
+Compiled kernels multiply low-bit weights as they are stored. For torch, a low-bit weight is dequantized for its product
+and discarded afterwards, so only one matrix of a model is wide at a time.
 
 Shape suffixes: T rows, I input features, O output features, D hidden, F expert width.
 """
@@ -195,7 +197,7 @@ def _plain_form(kernels: Any, weight: Tensor) -> tuple[int | str, int] | None:
 
 
 def addresses(weight: Weight) -> tuple[int, int]:
-    """Return the addresses of a weight's values and of its scales, or for blocks of its form; 0 for neither."""
+    """Return the address of a weight's values, and that of its scales, of the form of blocks or of the record of floats."""
     return weight.addresses if isinstance(weight, LowBitWeight) else (weight.data_ptr(), 0)
 
 

@@ -38,7 +38,7 @@ LAYER = np.dtype(
         ("restores", np.int64),  # whether the weights left by skipping are rescaled to their sum before skipping
         ("weight_scale", np.float32),
         ("alpha", np.float32),  # α of a ClampedSwiglu
-        ("limit", np.float32),  # 0 for a plain SwiGLU
+        ("limit", np.float32),  # as in experts.EXPERTS
         ("importance", np.float32),  # 1-norm of a token above which it skips nothing; infinity if all tokens skip
         # Only where experts may be absent (step_experts.py), integers: where each is [N], whether predictions are awaited
         # [1], and the next layers whose choices can be predicted [DISTANCES], -1 where one cannot.
@@ -176,7 +176,7 @@ def _attend(job: Any, layer: Any, index: Any) -> None:
 
 @kernel("void(int64, int64, int64, int64, int64)", calls=("add_columns", "rms_norm"))
 def correct_projection(address: Any, bias: Any, weight: Any, first: Any, count: Any) -> None:
-    """Add its bias to `count` columns of the projections, and take their norm, each in its place; 0 for none."""
+    """Add a bias to `count` columns of the projections and norm them, in place. bias, weight: addresses; 0 for none."""
     job = step_at(address)
     table, width = kernels_at(job.kernels), (job.heads + 2 * job.groups) * job.size
     if bias != 0:
@@ -197,7 +197,7 @@ def correct_projection(address: Any, bias: Any, weight: Any, first: Any, count: 
 
 @kernel(BLOCK, calls=("rms_norm", "routed_experts", "swiglu", "add_to_residual"))
 def feed_forward_layer(address: Any, index: Any) -> None:
-    """Norm, routed experts, the shared expert or a dense FFN; added to x."""
+    """Compute the norm, the routed experts, and the shared expert or a dense FFN, and add their output to x."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, count = layer_at(place), kernels_at(job.kernels), job.tokens * job.hidden
     call(table.rms_norm, (job.x, layer.ffn_norm, job.epsilon, job.tokens, job.hidden, job.normed))
@@ -250,7 +250,7 @@ def routed_experts(address: Any, index: Any) -> None:
 
 @helper
 def _experts(job: Any, where: Any, chosen: Any, weights: Any, slots: Any, clamp: Any, results: Any) -> None:
-    """where: address of the EXPERT records, their number and form."""
+    """Compute the chosen experts. where: address of the EXPERT records, their number and form."""
     record = np.zeros(_EXPERTS_BYTES, np.uint8)
     own = experts_at(address_of(record))
     own.kernels, own.x, own.tokens, own.hidden = job.kernels, job.normed, job.tokens, job.hidden
@@ -319,7 +319,7 @@ def add_columns(y: Any, tokens: Any, width: Any, first: Any, count: Any, bias: A
 
 @kernel("void(int64, int64, int64, int64)")
 def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
-    """The slots' experts by softmax of a token's bfloat16 logits, largest first, and their weights."""
+    """Write a token's experts by the softmax of its bfloat16 logits, largest first, and their weights."""
     layer = layer_at(place)
     experts, slots, normalizes, scale = layer.expert_count, layer.slots, layer.normalizes, layer.weight_scale
     logits_N, chosen_S = numba.carray(halves(logits), (experts,)), numba.carray(integers(chosen), (slots,))

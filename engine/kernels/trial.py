@@ -1,7 +1,7 @@
 """Whether the compiled kernels pay: they and torch multiply one large matrix in turn, and the verdict is kept on disk.
 
 It lies beside the compiled code, whose directory is named after the processor and all versions but torch's; a verdict holds
-for one version of torch and one number of threads. What cannot be read as verdicts is ignored and written anew.
+for one version of torch and one number of threads. A file that does not hold verdicts is ignored and written anew.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch.nn.functional as F
 TRIAL_SHAPE = 4096, 4096
 """Shape of the trial's matrix: 32 MB, more than most caches hold."""
 CLEARLY = 1.5
-"""Times as fast that torch must be to be taken: the kernels' sums then do not hang on what else runs during the trial."""
+"""How many times as fast torch must be to be chosen, so that other work during the trial does not decide the choice."""
 MOST_TRIALS = 8
 FILE = "verdicts.json"
 
 
 def pays(kernels: Any, rows: int, *, many: bool) -> bool:
-    """Whether the kernels multiply so many rows not clearly slower than torch does: as was found before, or tried now."""
+    """Whether the kernels are not clearly slower than torch at so many rows, by an earlier trial or by one now."""
     file = kernels.cache_directory() / FILE
     key = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {rows} rows"
     verdicts = read_verdicts(file)

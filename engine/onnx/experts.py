@@ -8,8 +8,8 @@ of the weights, and its output is multiplied by the sum of the weights. Experts 
 The second form uses standard operators only: each expert is a branch that is executed if a token chose it. The branch
 gathers its tokens, and its output is scattered to their rows.
 
-Experts of different widths keep them in the second form. The first form stacks them, so narrower experts are filled up
-with hidden units that are zero, which add nothing.
+In the second form, experts keep their different widths. The first form stacks experts, so narrower ones are filled up with
+hidden units that are zero, which add nothing.
 
 Shape suffixes: B batch, L new positions, T tokens (B·L), D hidden, F expert width, N routed experts of the layer, S
 slots, R tokens of one expert.

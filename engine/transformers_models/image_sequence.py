@@ -72,9 +72,9 @@ class ImageSequence:
 
     @contextmanager
     def _positions(self) -> Iterator[None]:
-        """Let the model's modules hold what they keep of this sequence's positions during the body, and then what they had.
+        """Give the model's modules the offsets of this sequence's positions during the body, and then their own ones back.
 
-        A model keeps it for its last prompt alone, and here sequences take turns.
+        A model keeps such offsets for its last prompt only, and here sequences take turns.
         """
         before = [getattr(module, _SHARED) for module in self._holders]
         for module, own in zip(self._holders, self._own, strict=True):

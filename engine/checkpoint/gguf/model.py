@@ -217,7 +217,7 @@ class GgufView(StoredView):
         return own if self.place.part is None else own[self.place.part]
 
     def _in_order(self) -> Tensor:
-        """Return the same in the family's order of rows."""
+        """Return `own_part` in the family's order of rows."""
         return self.own_part() if self.place.heads is None else unpaired(self.own_part(), self.place.heads)
 
     def _numbers(self, dtype: torch.dtype | None) -> Tensor:
@@ -333,7 +333,7 @@ class FormedView(GgufView):
         return self.form.own(*stored).reshape(self.shape)
 
     def weight(self, kinds: Container[str]) -> BlockWeight | None:
-        """Return the matrix in blocks, of which it has a copy in the family's order; None if blocks are not moved whole."""
+        """Return the matrix in blocks, copied into the family's order; None if its blocks are not moved as a whole."""
         is_one_kind = len({part.stored.type for part in self.parts}) == 1
         return super().weight(kinds) if is_one_kind and self._of_blocks is not None else None
 

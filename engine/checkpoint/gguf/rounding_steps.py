@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from engine.kernels.kernel_choice import imported_kernels
 
 _STRETCHES = tuple(step / 8 for step in range(-8, 9))
-"""Differences of the number of levels that the range of a sub-block is divided by."""
+"""Differences that are tried from the number of levels into which the range of a sub-block is divided."""
 _MANY_LEVELS = 32
-"""Levels from which every fourth difference is tried where there are no minimums: their ends matter less."""
+"""Levels above zero from which a type without minimums tries only every fourth difference: its ends matter less."""
 LEAST_DETERMINANT = 1e-6
 """The least determinant of two equations, over the product of its diagonal, for which they are solved."""
 
@@ -71,7 +71,7 @@ class Steps:
             wq_NL = self.w_NL * q_NL
             q1, q2, xq = wq_NL.sum(0), (wq_NL * q_NL).sum(0), (wx_NL * q_NL).sum(0)
             determinant = w1 * q2 - q1 * q1
-            # Numbers with one integer have no minimum of their own.
+            # Where all numbers get one integer, the equations are dependent, and the minimum stays zero.
             determinant = torch.where(determinant > LEAST_DETERMINANT * w1 * q2, determinant, torch.inf)
             offset = ((q2 * x1 - q1 * xq) / determinant).clamp_max_(0)
             scale = ((xq - offset * q1) / safe(q2)).clamp_min_(0)

@@ -15,7 +15,7 @@ from engine.families.gguf.splits import BYTE_LEVEL, NORMALIZED, SENTENCE_PIECE, 
 from engine.files.json_file import shown, write_json
 
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""The part of the metadata's key, by the name of the special token."""
+"""NAME in the metadata key `tokenizer.ggml.NAME_token_id`, by the special token's name in transformers."""
 _ENDS = ("eos", "eot")
 SPACE = "▁"
 """How sentencepiece writes a space."""

@@ -82,7 +82,7 @@ def _written(ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(content: Mapping[str, Any], vocabulary: Mapping[str, int], size: int, unknown: int | None) -> dict[str, Any]:
-    """Return every token by its number, and the types. Numbers of the model that no token has are unused tokens."""
+    """Return all tokens in the order of their numbers, and their types. Numbers without a token become unused tokens."""
     tokens, types = [f"[PAD{number}]" for number in range(size)], [_UNUSED] * size
     for token, number in vocabulary.items():
         if token == tokens[number]:
@@ -175,7 +175,7 @@ def _has(step: Mapping[str, Any] | None, kind: str) -> bool:
 
 
 def _surrounded(tokenizer: Any, begin: int | None, end: int | None) -> dict[str, Any]:
-    """Return whether the tokenizer adds a token before and one after every text."""
+    """Return, as metadata, whether the tokenizer adds a token before, and one after, every text."""
     whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     is_begun, is_ended = whole[:1] != bare[:1], whole[-1:] != bare[-1:]
     if (is_begun and whole[0] != begin) or (is_ended and whole[-1] != end) or len(whole) != len(bare) + is_begun + is_ended:

@@ -55,7 +55,7 @@ class GgufFamily:
     sizes: Part = SIZES
     """Sizes of the model, and of layers where these differ."""
     made: tuple[Part, ...] = ()
-    """Parts that several keys say, or the tensors."""
+    """Parts that are made from several keys, or from the tensors."""
     gating: int | None = SOFTMAX
     """The function of router logits that the family has; None for a dense family."""
     normalizes: bool | None = None

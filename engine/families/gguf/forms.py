@@ -1,7 +1,7 @@
 """Changes that conversion to GGUF makes to the numbers of a tensor: order of rows and columns, other tensors, other values.
 
 The rules are those of llama.cpp (github.com/ggml-org/llama.cpp, conversion/qwen.py). A form is applied in both directions.
-What moves whole rows, or columns in whole blocks, is applied to blocks as they are stored.
+A form that moves whole rows, or columns in whole blocks, is applied to blocks as they are stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Order:
 
 @dataclass(frozen=True)
 class HeadsInTurns(Order):
-    """Heads that share a key head stand together, and in files apart: the first of each key head, then the second of each.
+    """Heads that share a key head stand together; files have the first head of each key head, then the second of each.
 
     `before` rows or columns stay at their places.
     """

@@ -23,7 +23,7 @@ _GROUPS, _SLIDES, _WINDOW = "attention.head_count_kv", "attention.sliding_window
 _SIZE, _BASE, _LOCAL = "attention.key_length", "rope.freq_base", "_swa"
 _SAME_AS_SIZE = ("attention.value_length", "rope.dimension_count")
 _ABSENT = ("attention.shared_kv_layers", "embedding_length_per_layer_input")
-"""Numbers of what the mixtures of this family do not have."""
+"""Keys of numbers that are 0 in the mixtures of this family."""
 _TURNED, _STILL = 1.0, 1e30
 """Divisors of the frequencies of dimensions that are rotated, and of others."""
 _NORMS = {

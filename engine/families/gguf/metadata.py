@@ -104,7 +104,10 @@ class Facts:
         return found[:layers]
 
     def shared(self, key: str) -> int:
-        """Return the number of things that all layers which have any share, as `by_layer` returns them."""
+        """Return the one number above 0 that `by_layer` returns, for whichever layers it is.
+
+        Raises UnsupportedError for several such numbers, and CheckpointError for none.
+        """
         found = sorted({each for each in self.by_layer(key) if each})
         if len(found) > 1:
             raise UnsupportedError(

@@ -25,18 +25,18 @@ _NEVER_ROUNDED = (
     *(".ssm_conv1d.weight", ".ssm_ba.weight", ".ssm_alpha.weight", ".ssm_beta.weight"),
     *(".shortconv.conv.weight", "_norm.weight", ".indexer.attn_k.weight", ".indexer.proj.weight"),
 )
-"""Routers: a small error there changes the choice of experts. Filters, norms, and small matrices of the gated delta
-rule and of indexers."""
+"""Ends of the names of tensors that stay in float32: routers, where a small error changes the choice of experts, filters,
+norms, and small matrices of the gated delta rule and of indexers."""
 _VALUES = ("attn_v", "attn_kv_b", "attn_qkv")
 """Matrices with the values of attention."""
 _HEAD, _OTHER_HEAD = "Q6_K", "Q8_0"
-"""Types of the output head in a quantized file, with rows that the blocks of the matrices divide, and without."""
+"""Types of the output head in a quantized file: if blocks of the matrices' type divide its rows, and otherwise."""
 _NARROWER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Types for rows that blocks of 256 numbers do not divide."""
 _EIGHT = 8
 """Number of experts with which attention, a small part of the model, gets more bits."""
 _LARGE_LAYERS, _LARGE = 80, {"llama": True, "qwen2": False}
-"""Layers of a model of 70 B parameters, by architecture, and whether query heads must share key heads there."""
+"""Number of layers of models with 70 B parameters; their architectures, and whether query heads must share key heads."""
 
 
 def _nothing(number: int, count: int, sharing: int) -> str | None:
@@ -55,7 +55,7 @@ def _more_bits(kind: str) -> Callable[[int, int, int], str | None]:
 
 
 def _first(limit: Callable[[int], int], kind: str, other: str | None = None) -> Callable[[int, int, int], str | None]:
-    """Return a rule: this type below a layer, which depends on their number."""
+    """Return a rule: `kind` in the layers below a limit, which depends on their number, and `other` in the others."""
     return lambda number, count, sharing: kind if number < limit(count) else other
 
 
@@ -185,7 +185,7 @@ class _Mix:
         return int(max(found) if isinstance(found, list) else found)
 
     def type_of(self, tensor: StoredTensor) -> BlockType:
-        """Return the type of one tensor. What is no matrix stays in float32, and so do routers."""
+        """Return the type of one tensor. Tensors that are no matrices, and those of _NEVER_ROUNDED, are in float32."""
         if len(tensor.shape) == 1 or not tensor.name.endswith(".weight") or tensor.name.endswith(_NEVER_ROUNDED):
             return _BY_NAME["F32"]
         matrices = _BY_NAME[self.written.matrices]

@@ -22,8 +22,8 @@ from engine.kernels.compiler.cache_directory import KernelCache
 from engine.progress import Progress, announced, no_progress
 
 _MATHS = {"reassoc", "contract", "nsz"}
-"""Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are. LLVM applies this to every
-kernel, to written instructions that say nothing else too: results change with it."""
+"""Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are. LLVM applies these flags to
+all of a kernel, also to instructions written here that have no flags of their own, so results depend on them."""
 NOTICE = "compiling kernels for this processor (once)"
 JOB = "void(int64)"
 """The signature of a kernel that is given the address of a record."""

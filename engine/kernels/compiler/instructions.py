@@ -14,8 +14,8 @@ LANES = 16
 FLOAT, BYTE, SHORT, INT, INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS, SHORTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir.VectorType(SHORT, LANES)
 IN_ORDER = ("contract",)
-"""Flags of operations on numbers whose order stays: those without flags may be reordered (compiling.py), by how many rows a
-product has."""
+"""Flags of operations whose order must stay. Operations without flags may be reordered (compiling.py), differently for each
+number of rows of a product."""
 AHEAD = {16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
 """Prefetch distance in bytes, for a matrix of so many bits. The processor's own prefetching stops at the end of each 4 kB,
 and out-of-order execution does not look far ahead where each byte is multiplied with several vectors."""

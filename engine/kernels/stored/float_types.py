@@ -176,8 +176,8 @@ def _pairs_of_halves(builder: Any, data: Any) -> list[Any]:
 
 
 def _of_halves(builder: Any, places: Any) -> Any:
-    """Return the numbers of 32 codes, each in the low four bits of 16. The table ignores bit 4, and the instruction what is
-    above."""
+    """Return the numbers of 32 codes, each in the low four bits of 16. The table ignores bit 4, and the instruction ignores
+    the bits above."""
     signed = [_bfloat16(size) for size in _MAGNITUDES]
     table = ir.Constant(places.type, (signed + [size | 0x8000 for size in signed]) * 2)
     look_up = ir.FunctionType(places.type, [places.type] * 2)

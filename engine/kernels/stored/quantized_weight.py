@@ -26,7 +26,7 @@ _SHARES = {
 """Fractions of a group's largest weight that may become the largest quantized value. Larger weights are clipped.
 
 The lowest value has no positive counterpart, and the scale's sign says on which side it lies: that of the largest weight, or
-for negative fractions the other side, which is tried where one value of 8 or 4 counts.
+the other side for negative fractions. These are tried with 3 and 2 bits only, where one value more is a large part of all.
 """
 _FITTED_BITS = 3
 """Most bits with which the scale is fitted to the integers of the best fraction, by least squares."""

@@ -14,7 +14,7 @@ from artifacts_for_tests import make_pruned, make_workplace
 from click.testing import CliRunner
 from conftest import others_slow, save_reference
 from family_matrix import own_logits
-from float_models_for_tests import save_mxfp4
+from float_models_for_tests import save_mxfp4, save_nvfp4
 from gguf_for_tests import write_gguf
 from gguf_models_for_tests import ARCHITECTURES, FURTHER_SIZES, QUICK, gguf_metadata, gguf_tensors
 from safetensors.torch import load_file, save_file
@@ -377,6 +377,13 @@ def test_packed_floats_keep_their_numbers(tmp_path: Path) -> None:
     for part in (GATE, UP, DOWN):
         name = expert_tensor(source.config.architecture, 1, 2, part)
         assert torch.equal(back.tensor(name, torch.float32), source.tensor(name, torch.float32))
+
+
+def test_nvfp4_is_no_mxfp4(tmp_path: Path) -> None:
+    """Its numbers are in no type of a GGUF file, and `stored` rounds nothing."""
+    save_nvfp4(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match="has no low-bit weights"):
+        export_gguf(GgufExportOptions(model=str(tmp_path / "model"), output=tmp_path / "m.gguf", type="stored"))
 
 
 def test_a_stack_of_several_widths_is_refused_with_what_works(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from conftest import save_reference
 from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
-from engine.batching import disk_cache
+from engine.batching import disk_blocks, disk_cache
 from engine.batching.disk_blocks import settings_digest
 from engine.batching.disk_cache import DiskCache
 from engine.batching.loop import EngineLoop
@@ -343,6 +343,7 @@ def test_another_model_and_another_secret_have_other_keys(
     before = weights.stat()
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert own != settings_digest(engine, Checkpoint(directory), b"secret", {}), "the weights may have changed"
+
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
@@ -496,3 +497,14 @@ def test_a_disk_has_one_owner_and_an_end(tmp_path: Path) -> None:
     disk.close()
     assert not disk.write("0" * 64, {"a": torch.zeros(1)}, disk_cache.DiskCounts())
     DiskCache(tmp_path, LIMIT).close()
+
+
+def test_the_code_of_folders_within_rooms_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "batching").mkdir()
+    (tmp_path / "kernels" / "stored").mkdir(parents=True)
+    source = tmp_path / "kernels" / "stored" / "low_bit.py"
+    monkeypatch.setattr(disk_blocks, "__file__", str(tmp_path / "batching" / "disk_blocks.py"))
+    source.write_text("one")
+    before = disk_blocks._source_digest()
+    source.write_text("two")
+    assert disk_blocks._source_digest() != before
