@@ -239,7 +239,7 @@ def stream(threads: int) -> float:
 
 
 def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], directory: Path) -> list[dict[str, Any]]:
-    """Return a row for each contender. Ours has the ratio to each contender of as many bits before it."""
+    """Return a row for each contender, with the ratio of our speed at equal bits to its own, and rows for batches."""
     made = []
     medians = {title: {test: statistics.median(found) for test, found in own.items()} for title, own in rates.items()}
     for bits, titles in BITS.items():

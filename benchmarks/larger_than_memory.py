@@ -3,11 +3,11 @@
 python benchmarks/larger_than_memory.py [--directory DIR] [--times 1.5,2,3.4] [--tokens 48] [--rounds 2] [--layers 24]
     [--peer-python PYTHON]
 
-Every contender reads a prompt of 512 tokens, which uses almost all experts, and decodes the same tokens, in a process of
-its own in a control group whose limit counts the page cache, without swap, and with files not cached at the start; all take
-their turns in each round, together with the same model in free memory. One that takes more than two minutes is stopped,
-and is not tried again.
-Making a group takes root or a delegated group. Our logits must be equal to the bit.
+Every contender reads a prompt of 512 tokens, which uses almost all experts, and decodes the same tokens. It runs in a
+process of its own, in a control group without swap whose limit counts the page cache, and its files are not cached at the
+start. All contenders take turns in each round, together with the same model in free memory. A contender that takes more than
+two minutes is stopped and not tried again. Making a group takes root or a delegated group. Our logits must be equal to the
+bit.
 
 The weights are random, and random routers use all experts alike, which no trained model does. So the rows of each router
 are multiplied by factors of a log-normal distribution (σ = 0.75): with a quarter of the experts in memory, LRU then finds

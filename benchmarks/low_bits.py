@@ -4,13 +4,13 @@ python benchmarks/low_bits.py [--directory DIR] [--repetitions 40] [--layers 4] 
     [--peer-python PYTHON --llama-quantize PROGRAM]
 
 The model has 64 experts of 1,536 hidden units, of which a token uses 6. Attention has as many bits as the experts, and the
-output head 8. In the last row each expert and projection has 2, 3 or 4 bits by a fixed turn, so that all are in one expert.
-The integers are drawn at random, because they do not change the time. Times are the processor time of one thread for a
-token, the medians of turns in which every model decodes the same token: other programs on the machine delay such a token,
-and that is not counted, but they also take memory bandwidth, and that is.
+output head 8. In the last row the projections of each expert have 2, 3 and 4 bits in a fixed rotation, and attention has 3.
+The integers are drawn at random, because they do not change the time. A time is the processor time of one thread for a
+token, the median of turns in which every model decodes the same token. It leaves out the time in which other programs on the
+machine run, but not the memory bandwidth that they take.
 
-With --peer-python, a Python that has llama-cpp-python, and --llama-quantize, this program of llama.cpp, 3 and 2 bits also
-decode in turns with the model in Q3_K_M and Q2_K, on all cores: tokens per second of whole texts, and their ratios.
+With --peer-python (a Python that has llama-cpp-python) and --llama-quantize (this program of llama.cpp), the models in 3 and
+2 bits also decode in turns with llama.cpp's Q3_K_M and Q2_K, on all cores: tokens per second of whole texts, and ratios.
 """
 
 from __future__ import annotations

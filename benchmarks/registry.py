@@ -2,9 +2,9 @@
 
     python benchmarks/registry.py [--all] [--trial] [NAME …]
 
-Runs each benchmark in a process of its own, those without names whose results are older than their code (`--all`: every
-one), and writes the pages anew. `--trial` runs everything at a size of seconds and writes nothing below benchmarks/results.
-What a run lacks (a peer, a right of the system) is said, and the others go on.
+Runs the named benchmarks or, without names, those whose results are older than their code (`--all`: all of them), each in a
+process of its own, and writes the pages anew. `--trial` runs all or the named ones at a size of seconds and writes nothing
+below benchmarks/results. A benchmark that lacks something (a peer, a right of the system) is reported, and the others go on.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def with_template(source: Path, directory: Path) -> Path:
 def as_gguf(model: Path) -> Path:
     """Write the model as a GGUF file beside it.
 
-    llama.cpp has no name for the way in which the demo's tokenizer cuts a text, and gets GPT-2's cut of the same tokens: a
-    prompt has about as many.
+    llama.cpp has no name for the pre-tokenizer of the demo's tokenizer. The file has GPT-2's instead, with the same tokens,
+    and a prompt then has about as many of them.
     """
     made = model.with_suffix(".gguf")
     copied = shutil.copytree(model, model.with_name("cut"))

@@ -38,8 +38,8 @@ from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 WIDEST_GRAM = 8192
 """Experts with more hidden units have a sample of tokens instead of a Gram matrix, which would have F² entries."""
 SAMPLED_TOKENS = 4096
-"""Tokens of an expert in such a sample; an eighth as many are held out. An expert that fewer tokens chose than it has
-hidden units has all of them in its sample, which is then smaller than the Gram matrix and as exact.
+"""Most tokens of an expert in such a sample, about an eighth of them held out. An expert with fewer tokens than this
+number and than it has hidden units also gets a sample, of all its tokens: it is as exact as a Gram matrix, and smaller.
 """
 GRAM_BYTES = 128 << 20
 """Bytes of the Gram matrices that are summed up together; one expert's may take more."""
@@ -62,7 +62,8 @@ class UnitSums:
 class Moments:
     """The second moments Σ w²·h·hᵀ of an FFN's hidden units, on the tokens that are fitted and on those held out.
 
-    A Gram matrix has the sum itself. A sample has rows a with Σ a·aᵀ in its place: those of all tokens where they are few.
+    They are stored as the Gram matrix itself, or as sampled rows a whose Σ a·aᵀ stands for it. Where tokens are few, the
+    rows are those of all tokens.
     """
 
     fit: Tensor
@@ -106,7 +107,7 @@ def _most_bytes(width: int, tokens: int) -> int:
 
 
 def _bytes_per_token(width: int) -> int:
-    """Return the most bytes of moments that a token can cause; a Gram matrix needs as many tokens as it has rows."""
+    """Return the most bytes of moments per token: a Gram matrix is used only from min(width, SAMPLED_TOKENS) tokens on."""
     return 2 * 4 * width * max(1, -(-width // SAMPLED_TOKENS))
 
 

@@ -53,7 +53,7 @@ from engine.passes.memory_need import budget_for
 from engine.progress import Progress, no_progress
 
 FIRST_FACTORS = Factors(removal=8.0)
-"""Factors of the costs before any choice was measured. Text that the costs do not come from is hurt more by what is gone."""
+"""Factors of the costs before any choice is measured. Removal costs more on text from which the costs were not computed."""
 ENGINE_BYTES = 500_000_000
 """Memory that the engine takes beside weights and KV cache, for --fit-to auto."""
 

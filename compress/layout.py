@@ -137,10 +137,10 @@ def _expert_names(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, int]
 
 
 def read_experts(source: Checkpoint, files: Sequence[SafetensorsFile]) -> Experts:
-    """Return the stored tensors of experts that are read when an expert is.
+    """Return the stored tensors of experts that are read whenever an expert is read.
 
-    Small ones stay in memory (engine/expert_cache/places.py), and would lie between the others. In a model that has nothing
-    but small ones, all lie together that are more than a few numbers.
+    Small tensors are left out, because they stay in memory (engine/expert_cache/places.py) and would lie between the others.
+    Where all tensors of experts are small, only those of a few numbers are left out.
     """
     experts, counts = stored_experts(source), source.config.experts_by_layer
     sizes = {own_name(source, name): entry.nbytes for file in files for name, entry in file.entries.items()}

@@ -295,8 +295,9 @@ def _ragged_sizes(checkpoint: AdaptedCheckpoint) -> dict[int, LayerSize]:
 
 
 def _narrowest_plan(budget: Budget, config: DecoderConfig) -> Plan:
-    """Return the plan that keeps one multiple of hidden units of every FFN, the first ones, or as many as a uniform result
-    keeps of the routed experts. Where the experts of a layer need one width, only those of the first layer are narrowed.
+    """Return a plan that keeps the first hidden units of every FFN: one multiple or, if uniform, an expert's new width.
+
+    Where the experts of a layer need one width, only those of the first layer are narrowed.
     """
     assert budget.unit_multiple is not None and budget.sparsity is not None
     widths, least = config.ffn_widths(), budget.unit_multiple

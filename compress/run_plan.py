@@ -41,6 +41,7 @@ from engine.families.rotary_embedding import Rotary
 from engine.families.wrappers import language_model
 from engine.files.gguf_file import is_gguf
 from engine.files.json_file import load_json
+from engine.kernels.stored.scheme import WHOLE_ROW, Scheme
 from engine.passes.memory_budget import UNLIMITED
 
 PICTURE_SECONDS = 1.0, 0.1
@@ -95,7 +96,7 @@ def planned_model(path: Path) -> Planned:
         raise OptionError(f"{path.parent}: has no experts to spare")
     dtype = DTYPES.get(str(raw.get("dtype", raw.get("torch_dtype", "bfloat16"))), torch.bfloat16)
     if formats.schemes:
-        bytes_per_weight = max(scheme.bits / 8 for scheme in formats.schemes) * 17 / 16  # and a scale for each 32 weights
+        bytes_per_weight = max(map(_bytes_per_weight, formats.schemes))
     elif packed:
         bytes_per_weight = 17 / 32  # blocks of 32 4-bit numbers with one exponent
     elif formats.nvfp4:
@@ -105,8 +106,13 @@ def planned_model(path: Path) -> Planned:
     return Planned(config, dtype, bytes_per_weight, bool(formats.schemes))
 
 
+def _bytes_per_weight(scheme: Scheme) -> float:
+    """Return the bytes of a weight, with its share of a scale of two bytes; such a share of a whole row is left out."""
+    return scheme.bits / 8 + (0.0 if scheme.group_size == WHOLE_ROW else 2 / scheme.group_size)
+
+
 def plan_run(options: RunOptions) -> PlanRunFigures:
-    """Return the figures of `compress plan-run --json`; only config.json is read."""
+    """Return the figures of `compress plan-run --json`. No weights are read, except to measure the disk."""
     options.check()
     path = config_path(options.model)
     model = planned_model(path)

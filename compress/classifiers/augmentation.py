@@ -21,7 +21,7 @@ PADDING = 4
 AREAS, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
 """Limits of a resized crop: its share of the image's area, and its width over its height ("standard PyTorch practice")."""
 ATTEMPTS = 10
-"""Number of crops that are drawn until one lies within the image."""
+"""Maximum number of crops that are drawn to find one that lies within the image."""
 
 
 def training_examples(

@@ -65,7 +65,7 @@ class TeacherPass:
     means_KE: Tensor | None
     """μ, for recipe moe-kd."""
     shares_K: Tensor
-    """Share of each class in the training set."""
+    """Mean of the teacher's P^T(k|x) over the training set."""
     logits_NK: Tensor | None
     """Logits, where each epoch needs them and they do not change."""
     features_NE: Tensor | None = None

@@ -49,7 +49,7 @@ class ClassMeans:
         return (self._sums_KE / self._weights_K[:, None]).float()
 
     def shares(self) -> Tensor:
-        """Return the share of each class in the training set, [K], with sum 1."""
+        """Return the mean of the teacher's P^T(k|x) over the training set, [K], with sum 1."""
         assert self._weights_K is not None, "shares of nothing"
         return (self._weights_K / self._weights_K.sum()).float()
 

@@ -41,7 +41,7 @@ class Ablation:
     learns_gate_classifier: bool = False
     learns_prototypes: bool = False
     hard_means: bool = False
-    """Whether class means are over the classes that the teacher finds most probable."""
+    """Whether an example counts only in the mean of the class that the teacher finds most probable."""
     teacher_is_posterior: bool = False
 
 

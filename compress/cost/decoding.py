@@ -1,7 +1,7 @@
 """Tokens per second of a model whose experts do not all fit into memory, before it runs.
 
-What every token reads stays in memory, and the rest of the limit holds experts, in slots of equal size. The policy of the
-expert cache (engine/expert_cache/policies.py) is simulated on the experts that calibration listed for each token, or on
+Weights that every token reads stay in memory, and the rest of the limit holds experts, in slots of equal size. The policy of
+the expert cache (engine/expert_cache/policies.py) is simulated on the experts that calibration listed for each token, or on
 random ones. A token takes the time in which memory delivers the weights that it uses, and that in which the disk delivers
 the experts that are missing: one after the other, or, at best, at the same time.
 

@@ -2,8 +2,8 @@
 
 F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (eq. 5). The paper selects the experts with the most routed tokens and does not state the
 initial a_i. Here a_i is expert i's share of the router probability of the K selected experts, times the mean over tokens of
-the sum of a token's routed weights, which is 1 where the model normalizes its top-k. A layer of identical experts is
-therefore reproduced exactly.
+the sum of a token's routed weights. Where all tokens have the same sum, as with a normalized top-k, a layer of identical
+experts is reproduced exactly.
 
 A shared expert becomes one more FFN, whose a_i is the calibration mean of its gate.
 

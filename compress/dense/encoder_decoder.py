@@ -236,7 +236,7 @@ def _sources(
         if expert == centre:
             return None
         first, own = (expert_weights(teacher, checkpoint, name, number) for number in (centre, expert))
-        # `alignment` expects experts with a gate. These have none, so the second projection has no columns.
+        # These experts have no gate; the second projection is empty, which changes no distance.
         return alignment((first[0], first[0][:, :0], first[1]), (own[0], own[0][:, :0], own[1]), first[0].device)
 
     return tuple(Source(expert, share, permutation(expert)) for expert in members)

@@ -5,9 +5,9 @@ stay, and the bits of its projections. An option has a cost (what the model lose
 limited quantity (bytes on disk, bytes read for a token).
 
 The Lagrangian min Σ_i cost_i + Σ_k μ_k·size_ik decides item by item for given μ (Sinha and Zoltners, The Multiple-Choice
-Knapsack Problem, Operations Research 27, 1979). For one limit, μ is found by bisection; for two, by bisection inside
-bisection. What the limits leave over is then spent on the changes that remove most cost for a byte, until none fits: the
-repair, without which the result is below the target by up to the largest step of an item.
+Knapsack Problem, Operations Research 27, 1979). For one limit, μ is found by bisection; for two, by nested bisection. A
+repair then makes the changes that save most cost per byte, until none fits into the limits. Without it, the result is
+smaller than the target by up to the largest step of an item.
 
 Shape suffixes: I items, O options, Q limited quantities. Options that an item does not have cost infinity.
 """

@@ -1,8 +1,8 @@
 """The table of `compress fit`: what every option of every item costs, and how large it is.
 
 An item is a routed expert, or the other matrices of one kind: the query projections of all layers, say, the down projections
-of shared experts, or the embedding. The last item is all that is never rounded, which has one option. An option of an expert
-says how many of its hidden units stay, and the bits of its two parts. Its cost is the sum of
+of shared experts, or the embedding. The last item, with a single option, is everything that is never rounded. An option of
+an expert says how many of its hidden units stay, and the bits of its two parts. Its cost is the sum of
 
 - the costs of the hidden units that go, each when it was removed and all others made up for it (unit_obs.py);
 - the cost of rounding each part of the expert (rounding_costs.py).
@@ -57,7 +57,7 @@ class Divergence(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """By how much the measured divergences of a layer are above the predicted ones."""
+    """Ratios of a layer's measured divergences to the predicted ones."""
 
     removal: float = 1.0
     rounding: float = 1.0

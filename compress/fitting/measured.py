@@ -24,7 +24,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 
 FRONTIER_POINTS = 8
-"""Sizes for which a divergence is predicted and not measured."""
+"""Number of steps between the sizes, from smallest to largest, for which a divergence is predicted and not measured."""
 SPEED_TOKENS = 32
 """Tokens that are decoded to measure a candidate's speed."""
 LEAST_FACTOR = 0.05
@@ -118,10 +118,12 @@ def bands(layers: Sequence[int]) -> list[list[int]]:
 def corrections_of(
     point: Mapping[str, Any], predicted: Mapping[int, Divergence], known: Corrections, *, keeps_rounding: bool = False
 ) -> Corrections:
-    """Return the factors of each layer: its band's measured divergence over the predicted one, times what the measured
-    divergence of the whole choice is over the sum of the parts.
+    """Return the factors of each layer.
 
-    A band for which nothing was predicted, because the choice removes or rounds nothing there, keeps its known factor.
+    A factor is the ratio of the measured divergence of the layer's band to the predicted one, times the ratio of the whole
+    choice's measured divergence to the sum over its parts. A band for which nothing was predicted, because the choice
+    removes or rounds nothing there, keeps its known factor.
+
     predicted: by layer, without corrections. keeps_rounding: whether all known factors of rounding stay, because they were
     measured where nothing was removed.
     """

@@ -115,10 +115,10 @@ def table_of(run: FitRun, scores: Mapping[int, Sequence[Tensor]]) -> Table:
 
 
 def _costs_of_others(run: FitRun) -> dict[str, dict[int, float]]:
-    """Return the divergence that rounding the other matrices of each kind to nearest costs, by bits.
+    """Return the divergence caused by rounding the other matrices of each kind to nearest, by bits.
 
-    It is measured at one width. A divergence is of the second order in the change of the weights, so at the other widths it
-    is as many times larger as the squared error of the weights is.
+    It is measured at one width. A divergence is of the second order in the change of the weights, so for the other widths it
+    is scaled in proportion to the squared error of the weights.
     """
     checkpoint, widths = run.prepared.checkpoint, run.options.low_bits
     kinds = kinds_of_others(checkpoint.config)

@@ -1,6 +1,6 @@
-"""Models in which some layers, or the matrices outside of the routed experts, are those of another one.
+"""Models in which some tensors or layers are replaced, without writing these models to disk.
 
-None is written for them: a tensor is changed when it is read, and a layer before it runs.
+A tensor is replaced when it is read, and a layer before it runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rounded(source: Checkpoint, names: Collection[str], scheme: Scheme) -> Subst
 
 
 def squared_error(source: Checkpoint, names: Collection[str], scheme: Scheme) -> float:
-    """Return the sum of the squared errors of matrices that are rounded to nearest, of up to ERROR_ROWS rows of each."""
+    """Return the sum of the squared errors of rounding matrices to nearest, estimated from up to ERROR_ROWS rows of each."""
     total = 0.0
     for name in names:
         weight_OD = source.tensor(name)

@@ -21,8 +21,8 @@ class Method:
     scopes: tuple[str, ...] = ("global", "layer", "uniform")
     """Scopes of `Budget` that the method supports; the first one is the default."""
     needs_gradients: bool = False
-    """Whether the method needs the whole model in memory. Other methods read it layer by layer and gain nothing from
-    sharding.
+    """Whether the method needs gradients, and with them the whole model in memory unless layers are read one by one
+    (`loaded_decoder`). Other methods always read layer by layer and gain nothing from sharding.
     """
     needs_states: bool = False
     """Whether the method compares the hidden states before the output head, which some models that transformers runs do not

@@ -216,7 +216,7 @@ def _sample_next(
 def _waiting_times(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return exponential waiting times.
 
-    Among outcomes with rates p, each is first with probability p: argmax p / waiting time.
+    For probabilities p, the argmax of p / waiting time is an outcome that is drawn with these probabilities.
     """
     return torch.empty(shape, device=generator.device).exponential_(generator=generator)
 
@@ -233,7 +233,7 @@ def _pass_over(length: int, vocabulary: int, generator: torch.Generator) -> None
 def loaded_decoder(run: MethodRun) -> AnyDecoder:
     """Return the decoder: whole, this process's shard or one that reads its layers one by one.
 
-    Layers are read one by one with a memory limit, and of models that transformers runs.
+    Layers are read one by one under a memory limit, and for models that transformers runs.
     """
     prepared, device = run.prepared, run.options.device
     if run.memory_budget.limit is not None or not prepared.checkpoint.has_own_decoder:

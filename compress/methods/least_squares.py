@@ -1,4 +1,4 @@
-"""Least squares for down projections, in closed form: what FFNs lack is fitted on their own hidden units.
+"""Least squares for down projections, in closed form: they are changed so that they add what the output lacks.
 
 With a_t = w_t·h_t the weighted hidden units of an FFN that stay, and r_t what the output lacks, over the FFN's tokens t:
 

@@ -23,8 +23,8 @@ from engine.errors import CheckpointError
 def with_prediction(run: MethodRun, plan: Plan) -> Plan:
     """Return the plan with the experts that the first layer for multi-token prediction keeps.
 
-    The plan is returned as it is where whole experts do not leave, as many of every layer, and where the model has no such
-    layer, or one whose tensors are not all there.
+    The plan is returned unchanged where no whole experts leave, where layers keep different numbers of experts, where
+    weights are rounded, where transformers runs the model, and where the result keeps no such layer with all its tensors.
     """
     checkpoint, counts = run.prepared.checkpoint, set(plan.experts_per_layer)
     is_even = len(counts) == 1 and counts != set(checkpoint.config.experts_per_layer)

@@ -1,7 +1,7 @@
 """Optimal brain surgeon for hidden units: the cost of a unit when all others may make up for it.
 
 Hassibi and Stork, Second Order Derivatives for Network Pruning, NeurIPS 1992. With H = Σ w²·h·hᵀ + ρ̄·I over the tokens of an
-expert and D its down projection, removing unit f and refitting the others changes the output by Σ_t w_t²‖ΔD·h_t‖² =
+expert and D its down projection, removing unit f and refitting the others costs at least Σ_t w_t²·‖ΔD·h_t‖² + ρ̄·‖ΔD‖² =
 ‖D_f‖² / [H⁻¹]_ff. Weighted by G, the mean square of ∂L/∂y in each dimension of the block's output, this is a loss:
 
     cost_f = ½ · Σ_d G_d·D_df² / [H⁻¹]_ff

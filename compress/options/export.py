@@ -27,9 +27,9 @@ FORMAT_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnx
 _OLDER_TYPES = ("bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q5_k", "q4_k_m", "q4_k_s", "q4_k", "q3_k_l", "q3_k_m", "q3_k_s", "q3_k", "q2_k")
 STORED = "stored"
-"""The type of each matrix is the one of the bits in which it is stored."""
+"""Value of `type` for which each matrix gets the GGUF type of the form in which it is stored."""
 GGUF_TYPES = (*_OLDER_TYPES, *_K_TYPES, STORED)
-"""Types that a GGUF file is written in; WRITTEN_TYPES (engine/families/gguf/mixes.py) says what each is, but STORED."""
+"""Types in which a GGUF file is written; WRITTEN_TYPES (engine/families/gguf/mixes.py) describes each one except STORED."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class ClassifierExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufExportOptions:
-    """One export of a decoder as a GGUF file. Raises OptionError for a type that is not written, and for other names."""
+    """One export of a decoder as a GGUF file. Raises OptionError for an unknown type, and for names not ending in .gguf."""
 
     model: str = like(JobOptions, "model")
     output: Path = like(ExportOptions, "output")

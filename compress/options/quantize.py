@@ -173,5 +173,5 @@ class QuantizeOptions(JobOptions):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the run needs text; rounding to nearest does not."""
+        """Whether the run needs text: for any rounding but to nearest, or to measure perplexity."""
         return self.way != NEAREST or self.calibration.evaluation_samples > 0

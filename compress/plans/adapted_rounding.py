@@ -1,6 +1,6 @@
 """Low-bit weights in the result of a plan on a checkpoint that transformers runs: what is rounded, and how it is stored.
 
-Rounded are the matrices of all experts, the linear layers of the decoder's layers and, on request, the output head. A matrix
+The matrices of all experts, the linear layers of the decoder's layers and, on request, the output head are rounded. A matrix
 that has a tensor of its own in the source keeps its name. Families that stack experts, or join gate and up, have no such
 name for an expert's matrix; it gets one of ours (`expert_matrix`), and all experts of such a model are stored one by one.
 """
@@ -85,7 +85,7 @@ def _of_experts(checkpoint: AdaptedCheckpoint, widths: Widths) -> Iterator[tuple
 
 
 def _holders(checkpoint: AdaptedCheckpoint, widths: Widths) -> set[str]:
-    """Return the names of the tensors that hold matrices of so many experts of each layer, in the source and in a result."""
+    """Return the names of the tensors that hold the matrices of each layer's first experts, as many as `widths` lists."""
     stored = checkpoint.stored_experts
     every = ((layer, number) for layer, own in widths.items() for number in range(len(own)))
     return {name for layer, number in every for name in stored.matrices(layer, number).values()}

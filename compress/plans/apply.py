@@ -420,7 +420,7 @@ def planned_tensors(
 
 
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype of a tensor: its own if unchanged; that of the model's first expert for experts and routers."""
+    """Return the dtype of a tensor: that of the source's tensor of this name or, without one, that of the embeddings."""
     return checkpoint.dtype(name) if name in checkpoint.shapes else checkpoint.model_dtype
 
 
@@ -509,7 +509,7 @@ def side_by_side(blocks: Sequence[Tensor], projection: int) -> Tensor:
 def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
     """Return Σ coefficient · permuted source, for the down projection times the part's scale. A plain copy stays mapped.
 
-    Of the sum, only the part's hidden units are computed; the bias of a down projection has none.
+    The sum is computed for the part's hidden units only; the bias of a down projection has none.
     """
     scale = part.scale if projection in (DOWN, DOWN_BIAS) else 1.0
 

@@ -38,9 +38,9 @@ class Block(NamedTuple):
 
     @property
     def width(self) -> int | None:
-        """The largest power of two that all sizes are multiples of and no element is wider than; None if there is none.
+        """The largest power of two, up to 8, that divides the size of every tensor; None if an element is wider than it.
 
-        If such a block begins at a multiple of it, all elements are aligned, and so are those of its width after the block.
+        A block that begins at a multiple of its width has all elements aligned, and so has a block of this width after it.
         """
         fitting = (each for each in _WIDTHS if all(tensor.nbytes % each == 0 for tensor in self.tensors))
         width = next(fitting)

@@ -1,7 +1,7 @@
 """Execute a Plan on a GGUF file: blocks of what stays are copied as they are stored, one expert after the other.
 
-Rows go without a change of the others. Columns of a quantized down projection share the scales of their block: whole blocks
-that stay are copied, and any other selection, like a refitted projection, is rounded to the type that the tensor has.
+Removing rows leaves the others unchanged. Columns of a quantized down projection share the scales of their block: whole
+blocks that stay are copied, and any other selection, like a refitted projection, is rounded to the type that the tensor has.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def layout_of_parts(parts: Iterable[tuple[str, Tensor]]) -> Layout:
 def stays_packed(plan: Plan, checkpoint: Checkpoint, replaced: Set[str]) -> bool:
     """Return whether the result of a plan stays in FP8 or NVFP4: it copies experts, and changes no other matrix.
 
-    Otherwise the whole result is plain, because programs keep the experts of a model in one type. So is the result of a
-    model whose config says something about one expert by its number, which would be another one.
+    Otherwise the whole result is plain, because programs keep the experts of a model in one type. The result is also plain
+    where the source's quantization config names single experts, because their numbers may change.
     """
     if plan.kind != "moe" or plan.common or replaced:
         return False

@@ -64,7 +64,7 @@ class PlannedExpert:
 
     @property
     def origin(self) -> int | str | None:
-        """The source expert that this is with its own router row, whole or some of its hidden units; None for others."""
+        """The source expert whose hidden units, all or some, and router row this expert has; None for any other expert."""
         if len(self.parts) != 1 or len(self.parts[0].sources) != 1:
             return None
         source = Source(self.parts[0].sources[0].expert)

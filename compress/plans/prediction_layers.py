@@ -1,8 +1,9 @@
 """Layers for multi-token prediction in the result of a Plan: which entries of their tensors stay, under which names.
 
-Names of their tensors end as those of the last layer with experts. They keep the experts that the plan says for them, or the
-numbers that this layer keeps. They stay where the result is a plain checkpoint whose layers are as wide as the source's, so
-that programs that run them can load them; otherwise they are left out.
+The names of their tensors end like those of the last MoE layer. The first of these layers keeps the experts in
+`Plan.prediction`. Where that is empty, and in further layers, the experts with the numbers that the last MoE layer keeps
+stay. The layers are part of the result only where it is a plain checkpoint with experts as wide as the source's, so that
+programs that run them can load them.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _taken(
 
 
 def _endings(config: DecoderConfig, layer: int) -> tuple[dict[str, tuple[int, str]], set[str]]:
-    """Return how names of a layer's tensors end: those of one expert, with its number and a form for any; those of all."""
+    """Return the endings of a layer's tensor names: of one expert, with its number and a generic ending; of all experts."""
     row, count = config.architecture, config.experts_by_layer[layer]
     one: dict[str, tuple[int, str]] = {}
     for projection in expert_parts(row):

@@ -30,7 +30,7 @@ LARGEST_MULTIPLE = 64
 
 
 def least_experts(asked: int, config: DecoderConfig, usual: int) -> int:
-    """Return the fewest experts that a layer keeps; 0 asks for the usual number, and at least as many as the router takes.
+    """Return the fewest experts that a layer keeps: `asked` or, for 0, the larger of `usual` and the router's minimum.
 
     Raises OptionError for fewer than the router takes.
     """
@@ -139,7 +139,7 @@ class Budget:
         return {layer: self._kept_of(count) for layer, count in counts.items()}
 
     def kept_in_all(self, counts: Mapping[int, int]) -> int:
-        """Return the number of kept experts of the model for scope "global": Σ N_l − round(r · Σ N_l)."""
+        """Return the number of experts kept for scope "global": Σ N_l − round(r · Σ N_l), or Σ min(experts, N_l)."""
         total = sum(counts.values())
         if self.experts is not None:
             return sum(min(self.experts, count) for count in counts.values())

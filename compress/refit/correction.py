@@ -199,7 +199,7 @@ class _LayerCorrection:
     def solve(self) -> dict[str, Tensor]:
         """Correct one FFN after the other; return the down projections that changed, by name in the result.
 
-        The smaller model's output follows: what its residuals no longer lack.
+        The smaller model's output is then set to the full model's output minus the residuals that are left.
         """
         changed = {}
         for network in self.networks:

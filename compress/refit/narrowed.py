@@ -1,4 +1,4 @@
-"""The FFNs of a plan's result that are refitted: those that lost hidden units; or corrected: or else all that stay."""
+"""The FFNs of a plan's result that are refitted or corrected: those that lost hidden units or, if none did, all experts."""
 
 from __future__ import annotations
 

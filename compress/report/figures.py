@@ -47,12 +47,12 @@ class ModelFigures(PerplexityFigures):
     artifact: str
     method: str
     sparsity: float
-    """Share of the experts' hidden units that were removed, with whole experts or without."""
+    """Share of the hidden units that were removed, alone or with whole experts; for a dense result, share of the experts."""
     experts_before: int
     experts_after: int
     experts_per_layer: list[int]
     units_before: NotRequired[int]
-    """Hidden units of all routed experts of the source; the next field is of the result."""
+    """Hidden units of the source's routed experts and of the FFNs in --include; the next field is of the result."""
     units_after: NotRequired[int]
     widths_per_layer: NotRequired[list[list[int]]]
     """Hidden units of each expert, by MoE layer."""
@@ -179,7 +179,8 @@ class FrontierPoint(TypedDict):
     measured_kl_of_removal: NotRequired[float]
     """The part of removing hidden units, without rounding."""
     measured_kl_of_parts: NotRequired[dict[str, list[float]]]
-    """Those of removing units and of rounding in the routed experts of a few layers alone, by the first of them."""
+    """Divergences of removing units and of rounding where only the routed experts of a few neighboring layers change, by the
+    first of these layers; "-1" stands for the matrices outside of the routed experts."""
     tokens_per_second: NotRequired[float | None]
     """Speed of decoding one sequence; None under a memory limit."""
 
@@ -198,8 +199,8 @@ class FitFigures(ModelFigures):
     matrices_by_bits: dict[str, int]
     """Number of matrices of each width."""
     factors: dict[str, list[float]]
-    """By how much the last choice's divergences were above the predicted ones, of removing units and of rounding, by layer;
-    "-1" stands for all matrices outside of the routed experts."""
+    """Factors that correct the predicted divergences of removing units and of rounding after the last choice, by layer; "-1"
+    stands for all matrices outside of the routed experts."""
     frontier: list[FrontierPoint]
 
 
@@ -399,9 +400,9 @@ class PolicyFigures(TypedDict):
     read_bytes_per_token: float
     read_seconds_per_token: float
     tokens_per_second: float
-    """Where a token waits for its missing experts, one after the other with its computation."""
+    """Speed where reads of missing experts and computation alternate."""
     tokens_per_second_reading_ahead: float
-    """Where all reads happen during computation: no run is faster."""
+    """Upper bound of the speed: all reads happen during computation."""
 
 
 class DecodingFigures(PolicyFigures):

@@ -1,4 +1,4 @@
-"""Rounding with error feedback (GPTQ): what rounding a column changes in the outputs, the later columns make up for.
+"""Rounding with error feedback (GPTQ): later columns make up for the output errors of the columns rounded before them.
 
 GPTQ (Frantar et al. 2023), equations 2 and 3 and algorithm 1. For the inputs X of a matrix, H = Σ x xᵀ, and U is the upper
 Cholesky factor of H⁻¹. Columns are rounded one after another:

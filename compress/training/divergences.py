@@ -30,7 +30,7 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 """A function from log p [T, V] and log q [T, V] to nats per token, [T]."""
 
 SKEW = 0.1
-"""α of the skewed forms: the share of the other distribution in the mixture. The value is DistiLLM's choice."""
+"""α of the skewed forms: the share in the mixture of the divergence's first distribution. The value is DistiLLM's choice."""
 JENSEN_SHANNON = 0.5
 """β: the share of the teacher in the mean distribution."""
 

@@ -1,8 +1,9 @@
-"""The training loop: from parameters, a loss of a batch and an order of the data to trained parameters, resumable.
+"""The training loop: trains parameters on a loss, batch by batch, and resumes from a saved state.
 
 AdamW updates float32 master weights, whatever the model's dtype. A step's sequences are split into groups that fit in
-memory, whose gradients accumulate in float32. The learning rate has a short warm-up and a cosine decay; gradients are
-clipped by norm. Every `validate_every` steps a validation metric is measured, and the training returns the best state.
+memory, whose gradients accumulate in float32. The learning rate has a short warm-up and then falls, by default as a cosine;
+gradients are clipped by norm. Every `validate_every` steps a validation metric is measured, and the training returns the
+best state.
 
 Several processes (processes.py) train as one process does with a batch that is as many times larger: they share a step's
 sequences and sum the gradients, and the first process writes the states.
@@ -58,8 +59,8 @@ class Batch:
 
 
 Loss = Callable[[Batch], Mapping[str, Tensor]]
-"""Returns the named terms of the step's loss. Their sum over terms and groups is the loss, so each is divided by the amount
-of `rows_B`.
+"""Returns a group's part of the named terms of the step's loss. The loss is the sum over terms and groups, so each term is
+divided by the number of sequences or tokens in the whole step, `rows_B`.
 """
 
 
@@ -380,7 +381,7 @@ def rate_at(step: int, options: TrainingOptions) -> float:
 
 
 def _linear(step: int, steps: int, warm_up_steps: int) -> float:
-    """Return a fall from 1 at the end of the warm-up to 0 at the last step (Cruz Salinas et al. §4.2)."""
+    """Return a linear fall from 1 at the end of the warm-up to 0 after the last step (Cruz Salinas et al. §4.2)."""
     return min(1.0, (steps - step) / max(1, steps - warm_up_steps + 1))
 
 

@@ -20,9 +20,11 @@ from compress.methods import methods_of
 from compress.methods.naee import compared_subsets, subset_counts
 from compress.options.plan_run import RunOptions
 from compress.run_plan import planned_model, planned_phases, smaller
+from engine.checkpoint.pack_quantized import config_of
 from engine.decoder.model import Decoder
 from engine.families.resolve import decoder_config
 from engine.families.tensor_shapes import expected_tensors
+from engine.kernels.stored.scheme import WHOLE_ROW, Scheme
 
 TINY = shape(hidden=512, layers=1, experts=3, top_k=1, width=5) | {
     "hidden_size": 4,
@@ -220,3 +222,10 @@ def test_bytes_of_packed_floats(tmp_path):
     for expected, entry in (*entries.items(), (1.0, eights), (9 / 16, fours)):
         (tmp_path / "config.json").write_text(json.dumps(TINY | ({} if entry is None else {"quantization_config": entry})))
         assert planned_model(tmp_path / "config.json").bytes_per_weight == expected
+
+
+@pytest.mark.parametrize(("bits", "group_size", "expected"), [(4, 32, 9 / 16), (2, 64, 9 / 32), (8, WHOLE_ROW, 1.0)])
+def test_bytes_of_low_bit_weights(tmp_path, bits, group_size, expected):
+    config = TINY | {"quantization_config": config_of(Scheme(bits, group_size), [])}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert planned_model(tmp_path / "config.json").bytes_per_weight == expected
