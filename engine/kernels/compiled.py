@@ -26,6 +26,7 @@ from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_IN
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.panels import multiplies_many
 from engine.kernels.products import PRODUCTS
+from engine.kernels.rounding_search import SCALES as ROUNDING_SCALES
 from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
 from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
 from engine.kernels.stored import block_products, float_products, low_bit
@@ -52,6 +53,7 @@ __all__ = [
     "NO_NORM",
     "PLAIN",
     "ROUNDED",
+    "ROUNDING_SCALES",
     "UNIT",
     "WHOLE_NORM",
     "WHOLE_ROWS",
@@ -382,26 +384,21 @@ def decode(
 
 
 def search_rounding(
-    name: str,
-    arrays: Sequence[Address],
-    sizes: tuple[int, int, int],
-    limits: tuple[int, int, int, int],
-    near: tuple[int, int],
+    name: str, arrays: Sequence[Address], sizes: tuple[int, int, int, int, int], limits: tuple[int, int, int, int]
 ) -> None:
-    """Take a step of rounding to a K type (rounding_search.STEPS).
+    """Search the scales and integers of blocks of a K type.
 
-    arrays: x, w, inputs, factors and results, contiguous float32. sizes: N, L and C. limits: of the integers of numbers and
-    of scales. near: how far integers of scales and of minimums may be from the given ones.
+    name: "affine" or "symmetric", and the number of sub-blocks of a block, such as "affine_8".
+    arrays: x, w, factors, and the results `scales` and `integers`, all contiguous. sizes: number of the first block, W, N, L
+    and C. limits: of the integers of numbers and of scales. They are those of rounding_search.SEARCH.
     """
-    step_of_16 = KERNELS[f"{name}_of_16"]
     job = _record(
         rounding_search.SEARCH,
         kernels=TABLE_ADDRESS,
-        step=step_of_16.address,
-        **dict(zip(("x", "w", "inputs", "factors", "results"), arrays, strict=True)),
-        **dict(zip(("numbers", "lanes", "count"), sizes, strict=True)),
+        search=KERNELS[f"search_{name}"].address,
+        **dict(zip(("x", "w", "factors", "scales", "integers"), arrays, strict=True)),
+        **dict(zip(("first", "row", "numbers", "lanes", "count"), sizes, strict=True)),
         **dict(zip(("lowest", "highest", "lowest_scale", "highest_scale"), limits, strict=True)),
-        **dict(zip(("near", "near_least"), near, strict=True)),
     )
     rounding_search.search(_address(job))
 

@@ -1,14 +1,16 @@
-"""The steps of rounding to K types that read every number (engine/checkpoint/gguf/rounding_steps.py), compiled.
+"""The search of rounding to K types, compiled; engine/checkpoint/gguf/rounding.py explains it, and has the same by torch.
 
-A register holds one number of each of 16 sub-blocks, so that nothing is ever added across a register. Each call of a block
-kernel copies the numbers of its sub-blocks, which are far apart, and reads the copy once for each candidate.
+A register holds one number of each of 16 sub-blocks, which are one block of 16 or two blocks of 8. Numbers are therefore
+never added across a register. Sums and largest values of a block are, and then all lanes of the block have them. The numbers
+of the sub-blocks are copied, and the copy is read once for each candidate.
 
-Shape suffixes: N numbers of a sub-block, L sub-blocks, C candidates.
+Shape suffixes: N numbers of a sub-block, L sub-blocks, B blocks, C candidates, W blocks of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,13 @@ from numba.extending import intrinsic
 
 from engine.kernels.compiler.compiling import BLOCK, JOB, add_kernel, kernel
 from engine.kernels.compiler.instructions import (
+    BYTE,
     FLOAT,
     FLOATS,
     IN_ORDER,
     INDEX,
+    INT,
+    INTS,
     LANES,
     add_product,
     at,
@@ -36,16 +41,17 @@ from engine.kernels.compiler.parallel import kernels_at
 SEARCH = np.dtype(
     [
         ("kernels", np.int64),
-        ("step", np.int64),  # address of the kernel of 16 sub-blocks
-        *((name, np.int64) for name in ("x", "w")),  # [N, L] float32: numbers, and how much their squared errors count
+        ("search", np.int64),  # address of the kernel of 16 sub-blocks
+        ("x", np.int64),  # [L, N] float32
+        ("w", np.int64),  # [W, numbers of a block] float32: how much the squared error of each number of a row counts
+        ("first", np.int64),  # number of the first block
+        ("row", np.int64),  # W
         ("numbers", np.int64),  # N
-        ("lanes", np.int64),  # L, a multiple of 16
-        ("inputs", np.int64),  # [2, L] or [4, L] float32
+        ("lanes", np.int64),  # L
         ("factors", np.int64),  # [C] float32
         ("count", np.int64),  # C
-        ("near", np.int64),
-        ("near_least", np.int64),
-        ("results", np.int64),  # [1 to 5, L] float32
+        ("scales", np.int64),  # result [5, L rounded up to 16] float32: d, s, m and l; whether numbers are too large
+        ("integers", np.int64),  # result [L / 16 rounded up, N, 16] int8: q
         ("lowest", np.float32),  # of the integers of numbers
         ("highest", np.float32),
         ("lowest_scale", np.float32),  # of the integers of scales
@@ -53,36 +59,78 @@ SEARCH = np.dtype(
     ],
     align=True,
 )
-"""Arguments of one step."""
+"""Arguments of a search."""
 search_at = record_at(SEARCH)
 MOST_NUMBERS = 32
 """The most numbers of a sub-block."""
-_ZERO, _ONE, _INFINITY, _LEAST_DETERMINANT = (
-    ir.Constant(FLOATS, [value] * LANES) for value in (0.0, 1.0, float("inf"), float(np.float32(1e-6)))
-)
+SCALES = 5
+"""Rows of the scales."""
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+
+
+def _all(value: float) -> Any:
+    return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
+
+
+_ZERO, _ONE, _INFINITY, _LEAST_DETERMINANT, _LARGEST = map(_all, (0.0, 1.0, float("inf"), 1e-6, 65504.0))
 
 
 class _Lanes:
     """16 sub-blocks in the lanes of registers, and arithmetic on them."""
 
-    def __init__(self, builder: Any, job: Any, own: list[Any], numbers: Any) -> None:
-        """job: address of a SEARCH. own: addresses of the numbers and of their weights, [N, 16]. numbers: N."""
-        self.builder, self.job, (self._x, self._w), self._numbers = builder, job, own, numbers
-        self.lowest, self.highest = self.field("lowest"), self.field("highest")
+    def __init__(self, builder: Any, job: Any, group: Any, parts: int) -> None:
+        """job: address of a SEARCH. group: number of these 16. parts: sub-blocks of a block."""
+        self.builder, self.job, self._group, self.parts = builder, job, group, parts
+        self.numbers = self.field("numbers")
+        self.lowest, self.highest, self.lowest_scale, self.highest_scale = map(
+            self.field, ("lowest", "highest", "lowest_scale", "highest_scale")
+        )
+        self._x, self._w = self._copied("x"), self._copied("w")
 
     def field(self, name: str) -> Any:
         """Return a field of the job: a float in all lanes, or an integer."""
-        value = _field(self.builder, self.job, name)
-        return repeated(self.builder, value, LANES) if value.type == FLOAT else value
+        builder, fields = self.builder, SEARCH.fields
+        kind, offset = fields[name][:2]  # type: ignore[index]
+        value = load(builder, builder.add(self.job, INDEX(offset)), INDEX if kind == np.int64 else FLOAT)
+        return repeated(builder, value, LANES) if value.type == FLOAT else value
 
-    def candidates(self, best: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-        """Return the best of all candidates. body: takes a factor and the best values so far, and returns the next ones."""
-        builder, factors = self.builder, self.field("factors")
+    def _copied(self, name: str) -> Any:
+        """Copy the numbers of the sub-blocks, or their weights, to the stack as [N, 16], and return the address there."""
+        builder = self.builder
+        size = builder.mul(self.numbers, INDEX(4))
+        copy = builder.ptrtoint(cgutils.alloca_once(builder, FLOATS, size=MOST_NUMBERS), INDEX)
+        starts = [builder.add(self.field(name), builder.mul(place, size)) for place in self._places(name)]
 
-        def step(number: Any, best: list[Any]) -> list[Any]:
-            return body(repeated(builder, load(builder, at(builder, factors, number, 4), FLOAT), LANES), best)
+        def one(number: Any, _: list[Any]) -> list[Any]:
+            values = ir.Constant(FLOATS, ir.Undefined)
+            for lane, start in enumerate(starts):
+                value = load(builder, at(builder, start, number, 4), FLOAT)
+                values = builder.insert_element(values, value, INT(lane))
+            builder.store(values, self.place_of(copy, number, 4, FLOATS), align=4)
+            return []
 
-        return loop(builder, INDEX(0), self.field("count"), 1, best, step)
+        loop(builder, INDEX(0), self.numbers, 1, [], one)
+        return copy
+
+    def _places(self, name: str) -> list[Any]:
+        """Return which sub-block of the array each lane reads. Lanes beyond the last one read the last one again."""
+        builder, made = self.builder, []
+        last = builder.sub(self.field("lanes"), INDEX(1))
+        for lane in range(LANES):
+            place = builder.add(builder.mul(self._group, INDEX(LANES)), INDEX(lane))
+            place = builder.select(builder.icmp_signed("<", place, last), place, last)
+            if name == "w":  # blocks of a matrix have the weights of their place in a row
+                block, part = builder.udiv(place, INDEX(self.parts)), builder.urem(place, INDEX(self.parts))
+                block = builder.urem(builder.add(block, self.field("first")), self.field("row"))
+                place = builder.add(builder.mul(block, INDEX(self.parts)), part)
+            made.append(place)
+        return made
+
+    def place_of(self, address: Any, number: Any, size: int, kind: Any) -> Any:
+        """Return a pointer to register `number` of such registers, whose values have so many bytes."""
+        return self.builder.inttoptr(at(self.builder, address, number, size * LANES), kind.as_pointer())
+
+    # Arithmetic
 
     def rounded(self, values: Any, lowest: Any, highest: Any) -> Any:
         """Return the integers nearest to values, with ties to even, within limits."""
@@ -90,26 +138,46 @@ class _Lanes:
         nearest = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.roundeven.v{LANES}f32")
         return self.limited(self.builder.call(nearest, [values]), lowest, highest)
 
+    def half(self, values: Any) -> Any:
+        """Return values rounded to float16, whose largest number stands for larger ones."""
+        inside = self.limited(values, self.difference(_ZERO, _LARGEST), _LARGEST)
+        return self.builder.fpext(self.builder.fptrunc(inside, _HALVES), FLOATS)
+
     def limited(self, values: Any, lowest: Any, highest: Any) -> Any:
         """Return values within limits."""
         return self.least(self.most(values, lowest), highest)
 
+    def chosen(self, comparison: str, a: Any, b: Any, *pair: Any) -> Any:
+        """Return, where a compares so with b, the first of two values, and elsewhere the second; by default a and b."""
+        return self.builder.select(self.builder.fcmp_ordered(comparison, a, b), *(pair or (a, b)))
+
     def most(self, a: Any, b: Any) -> Any:
         """Return the larger values."""
-        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+        return self.chosen(">", a, b)
 
     def least(self, a: Any, b: Any) -> Any:
         """Return the smaller values."""
-        return self.builder.select(self.builder.fcmp_ordered("<", a, b), a, b)
+        return self.chosen("<", a, b)
+
+    def size(self, values: Any) -> Any:
+        """Return absolute values."""
+        return self.most(values, self.difference(_ZERO, values))
+
+    def farther(self, a: Any, b: Any) -> Any:
+        """Return the values that are farther from zero."""
+        return self.chosen(">=", self.size(a), self.size(b), a, b)
 
     def divided(self, values: Any, divisor: Any) -> Any:
         """Return values / divisor, where a divisor of zero counts as one."""
-        is_zero = self.builder.fcmp_ordered("==", divisor, _ZERO)
-        return self.builder.fdiv(values, self.builder.select(is_zero, _ONE, divisor), flags=IN_ORDER)
+        return self.builder.fdiv(values, self.chosen("==", divisor, _ZERO, _ONE, divisor), flags=IN_ORDER)
 
     def product(self, a: Any, b: Any) -> Any:
         """Return a · b."""
         return self.builder.fmul(a, b, flags=IN_ORDER)
+
+    def sum(self, a: Any, b: Any) -> Any:
+        """Return a + b."""
+        return self.builder.fadd(a, b, flags=IN_ORDER)
 
     def difference(self, a: Any, b: Any) -> Any:
         """Return a − b."""
@@ -119,33 +187,53 @@ class _Lanes:
         """Return a + b · c."""
         return add_product(self.builder, a, b, c)
 
-    def summed(self, count: int, body: Callable[[Any, Any, list[Any]], list[Any]]) -> list[Any]:
-        """Return `count` sums over the numbers. body: takes x, w and the sums so far, and returns the next ones."""
-        builder = self.builder
-
-        def step(number: Any, sums: list[Any]) -> list[Any]:
-            x, w = (load(builder, at(builder, own, number, 4 * LANES), FLOATS) for own in (self._x, self._w))
-            return body(x, w, sums)
-
-        return loop(builder, INDEX(0), self._numbers, 1, [_ZERO] * count, step)
+    def minus_products(self, a: Any, b: Any, c: Any, d: Any) -> Any:
+        """Return a · b − c · d."""
+        return self.difference(self.product(a, b), self.product(c, d))
 
     def better(self, found: list[Any], best: list[Any]) -> list[Any]:
-        """Return, for each sub-block, the values of the candidate with the smaller error, which is the first one."""
+        """Return, for each lane, the values of the candidate with the smaller error, which is the first one."""
         is_better = self.builder.fcmp_ordered("<", found[0], best[0])
         return [self.builder.select(is_better, *pair) for pair in zip(found, best, strict=True)]
 
+    # Over numbers, candidates and lanes
 
-Step = Callable[[_Lanes, list[Any]], list[Any]]
-"""Takes 16 sub-blocks and their inputs, and returns their results."""
+    def over_numbers(self, first: list[Any], body: Callable[[Any, Any, list[Any]], list[Any]]) -> list[Any]:
+        """Return values after all numbers. body: takes x, w and the values so far, and returns the next ones."""
+        builder = self.builder
+
+        def step(number: Any, values: list[Any]) -> list[Any]:
+            x, w = (load(builder, at(builder, own, number, 4 * LANES), FLOATS) for own in (self._x, self._w))
+            return body(x, w, values)
+
+        return loop(builder, INDEX(0), self.numbers, 1, first, step)
+
+    def over_candidates(self, best: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+        """Return the best of all candidates. body: takes a factor and the best values so far, and returns the next ones."""
+        builder, factors = self.builder, self.field("factors")
+
+        def step(number: Any, best: list[Any]) -> list[Any]:
+            return body(repeated(builder, load(builder, at(builder, factors, number, 4), FLOAT), LANES), best)
+
+        return loop(builder, INDEX(0), self.field("count"), 1, best, step)
+
+    def over_lanes(self, values: Any, combined: Callable[[Any, Any], Any]) -> Any:
+        """Return the combined values of all sub-blocks of a block, in each of its lanes."""
+        distance = 1
+        while distance < self.parts:
+            places = ir.Constant(ir.VectorType(INT, LANES), [lane ^ distance for lane in range(LANES)])
+            values = combined(values, self.builder.shuffle_vector(values, values, places))
+            distance *= 2
+        return values
 
 
-def _affine_fit(lanes: _Lanes, inputs: list[Any]) -> list[Any]:
-    builder, (low, span) = lanes.builder, inputs
-
-    def of_weights(x: Any, w: Any, sums: list[Any]) -> list[Any]:
-        return [builder.fadd(sums[0], w, flags=IN_ORDER), lanes.plus(sums[1], w, x)]
-
-    w1, x1 = lanes.summed(2, of_weights)
+def _affine_real(lanes: _Lanes) -> tuple[list[Any], list[Any]]:
+    """Return the scales and minimums that span the numbers, and those that fit them best."""
+    ends = lanes.over_numbers(
+        [_ZERO, _all(-float("inf"))], lambda x, w, own: [lanes.least(own[0], x), lanes.most(own[1], x)]
+    )
+    low, span = ends[0], lanes.difference(ends[1], ends[0])
+    w1, x1 = lanes.over_numbers([_ZERO] * 2, lambda x, w, own: [lanes.sum(own[0], w), lanes.plus(own[1], w, x)])
 
     def candidate(factor: Any, best: list[Any]) -> list[Any]:
         inverse = lanes.divided(factor, span)
@@ -153,26 +241,25 @@ def _affine_fit(lanes: _Lanes, inputs: list[Any]) -> list[Any]:
         def of_integers(x: Any, w: Any, sums: list[Any]) -> list[Any]:
             q = lanes.rounded(lanes.product(lanes.difference(x, low), inverse), lanes.lowest, lanes.highest)
             wq = lanes.product(w, q)
-            return [builder.fadd(sums[0], wq, flags=IN_ORDER), lanes.plus(sums[1], wq, q), lanes.plus(sums[2], wq, x)]
+            return [lanes.sum(sums[0], wq), lanes.plus(sums[1], wq, q), lanes.plus(sums[2], wq, x)]
 
-        q1, q2, xq = lanes.summed(3, of_integers)
-        determinant = lanes.difference(lanes.product(w1, q2), lanes.product(q1, q1))
+        q1, q2, xq = lanes.over_numbers([_ZERO] * 3, of_integers)
+        determinant = lanes.minus_products(w1, q2, q1, q1)
         limit = lanes.product(lanes.product(_LEAST_DETERMINANT, w1), q2)
-        determinant = builder.select(builder.fcmp_ordered(">", determinant, limit), determinant, _INFINITY)
-        offset = lanes.divided(lanes.difference(lanes.product(q2, x1), lanes.product(q1, xq)), determinant)
-        offset = lanes.least(offset, _ZERO)
+        determinant = lanes.chosen(">", determinant, limit, determinant, _INFINITY)
+        offset = lanes.least(lanes.divided(lanes.minus_products(q2, x1, q1, xq), determinant), _ZERO)
         scale = lanes.most(lanes.divided(lanes.difference(xq, lanes.product(offset, q1)), q2), _ZERO)
-        twice = builder.fadd(scale, scale, flags=IN_ORDER)
-        first = lanes.product(scale, lanes.difference(lanes.product(scale, q2), builder.fadd(xq, xq, flags=IN_ORDER)))
-        rest = lanes.difference(lanes.plus(lanes.product(twice, q1), offset, w1), builder.fadd(x1, x1, flags=IN_ORDER))
+        first = lanes.product(scale, lanes.difference(lanes.product(scale, q2), lanes.sum(xq, xq)))
+        rest = lanes.difference(lanes.plus(lanes.product(lanes.sum(scale, scale), q1), offset, w1), lanes.sum(x1, x1))
         return lanes.better([lanes.plus(first, offset, rest), scale, lanes.difference(_ZERO, offset)], best)
 
-    first = [_INFINITY, lanes.divided(span, lanes.highest), lanes.difference(_ZERO, low)]
-    return lanes.candidates(first, candidate)[1:]
+    spanning = [lanes.divided(span, lanes.highest), lanes.difference(_ZERO, low)]
+    return spanning, lanes.over_candidates([_INFINITY, *spanning], candidate)[1:]
 
 
-def _symmetric_fit(lanes: _Lanes, inputs: list[Any]) -> list[Any]:
-    extreme = inputs[0]
+def _symmetric_real(lanes: _Lanes) -> tuple[list[Any], list[Any]]:
+    """Return the scales that span the numbers, and those that fit them best; minimums are zero."""
+    (extreme,) = lanes.over_numbers([_ZERO], lambda x, w, own: [lanes.farther(own[0], x)])
 
     def candidate(factor: Any, best: list[Any]) -> list[Any]:
         inverse = lanes.divided(factor, extreme)
@@ -182,129 +269,152 @@ def _symmetric_fit(lanes: _Lanes, inputs: list[Any]) -> list[Any]:
             wq = lanes.product(w, q)
             return [lanes.plus(sums[0], wq, x), lanes.plus(sums[1], wq, q)]
 
-        xq, q2 = lanes.summed(2, of_integers)
+        xq, q2 = lanes.over_numbers([_ZERO] * 2, of_integers)
         scale = lanes.divided(xq, q2)
         return lanes.better([lanes.difference(_ZERO, lanes.product(scale, xq)), scale], best)
 
-    first = [_ZERO, lanes.divided(extreme, lanes.lowest)]
-    return lanes.candidates(first, candidate)[1:]
+    spanning = lanes.divided(extreme, lanes.lowest)
+    return [spanning, _ZERO], [lanes.over_candidates([_ZERO, spanning], candidate)[1], _ZERO]
 
 
-def _neighbors(lanes: _Lanes, inputs: list[Any]) -> list[Any]:
-    builder, (s_L, l_L, d_L, m_L) = lanes.builder, inputs
-    near, near_least, lowest, highest = map(lanes.field, ("near", "near_least", "lowest_scale", "highest_scale"))
+@dataclass(frozen=True)
+class _Kind:
+    """Types with minimums, or types without."""
 
-    def within(size: Any, best: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-        return loop(builder, builder.neg(size), builder.add(size, INDEX(1)), 1, best, body)
+    has_minimums: bool
+    real: Callable[[_Lanes], tuple[list[Any], list[Any]]]
 
-    def moved(values: Any, step: Any, least: Any) -> Any:
+    def units(self, lanes: _Lanes, real: list[Any]) -> list[Any]:
+        """Return what the integers of scales and minimums are multiplied by, so that the largest ones fit."""
+        if not self.has_minimums:
+            return [lanes.divided(lanes.over_lanes(real[0], lanes.farther), lanes.lowest_scale), _ZERO]
+        return [lanes.divided(lanes.over_lanes(own, lanes.most), lanes.highest_scale) for own in real]
+
+    def integers(self, lanes: _Lanes, real: list[Any], units: list[Any], near: int = 1) -> list[Any]:
+        """Return the error of a block with these integers, and d, s, m and l; those up to `near` away are tried."""
+        d, m = map(lanes.half, units)
+        s = lanes.rounded(lanes.divided(real[0], d), lanes.lowest_scale, lanes.highest_scale)
+        least = lanes.rounded(lanes.divided(real[1], m), _ZERO, lanes.highest_scale)
+        error, s, least = _neighbors(lanes, (d, s, m, least), near, near * self.has_minimums)
+        return [lanes.over_lanes(error, lanes.sum), d, s, m, least]
+
+    def best_units(self, lanes: _Lanes, found: tuple[Any, Any, Any, Any]) -> list[Any]:
+        """Return the best scales of blocks, by least squares for x ≈ d·(s·q) − m·l; those found where there are none."""
+        aa, ab, bb, xa, xb = (lanes.over_lanes(own, lanes.sum) for own in _sums(lanes, found))
+        determinant = lanes.minus_products(aa, bb, ab, ab)
+        limit = lanes.product(lanes.product(_LEAST_DETERMINANT, aa), bb)
+        other = lanes.chosen(">", aa, _ZERO, lanes.divided(xa, aa), found[0])
+        own_d = lanes.divided(lanes.minus_products(xa, bb, xb, ab), determinant)
+        own_m = lanes.divided(lanes.minus_products(xb, aa, xa, ab), determinant)
+        d, m = (lanes.chosen(">", determinant, limit, own, usual) for own, usual in ((own_d, other), (own_m, _ZERO)))
+        return [lanes.most(d, _ZERO), lanes.most(m, _ZERO)] if self.has_minimums else [d, m]
+
+
+def _neighbors(lanes: _Lanes, found: tuple[Any, Any, Any, Any], near: int, near_least: int) -> list[Any]:
+    """Return the least error of a sub-block with integers s and l up to so far away, and these integers."""
+    builder, (d, s_0, m, l_0) = lanes.builder, found
+
+    def within(size: int, best: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+        return loop(builder, INDEX(-size), INDEX(size + 1), 1, best, body)
+
+    def moved(values: Any, step: Any, lowest: Any) -> Any:
         away = repeated(builder, builder.sitofp(step, FLOAT), LANES)
-        return lanes.limited(builder.fadd(values, away, flags=IN_ORDER), least, highest)
+        return lanes.limited(lanes.sum(values, away), lowest, lanes.highest_scale)
 
     def of_scale(step: Any, best: list[Any]) -> list[Any]:
-        s = moved(s_L, step, lowest)
-        ds = lanes.product(d_L, s)
+        s = moved(s_0, step, lanes.lowest_scale)
+        ds = lanes.product(d, s)
         inverse = lanes.divided(_ONE, ds)
 
         def of_least(other: Any, best: list[Any]) -> list[Any]:
-            least = moved(l_L, other, _ZERO)
-            ml = lanes.product(m_L, least)
+            least = moved(l_0, other, _ZERO)
+            ml = lanes.product(m, least)
 
             def of_error(x: Any, w: Any, sums: list[Any]) -> list[Any]:
-                shifted = builder.fadd(x, ml, flags=IN_ORDER)
+                shifted = lanes.sum(x, ml)
                 q = lanes.rounded(lanes.product(shifted, inverse), lanes.lowest, lanes.highest)
                 e = lanes.difference(lanes.product(ds, q), shifted)
                 return [lanes.plus(sums[0], lanes.product(w, e), e)]
 
-            return lanes.better([*lanes.summed(1, of_error), s, least], best)
+            return lanes.better([*lanes.over_numbers([_ZERO], of_error), s, least], best)
 
         return within(near_least, best, of_least)
 
     return within(near, [_INFINITY, _ZERO, _ZERO], of_scale)
 
 
-def _sums(lanes: _Lanes, inputs: list[Any]) -> list[Any]:
-    s_L, l_L, d_L, m_L = inputs
-    ml, b = lanes.product(m_L, l_L), lanes.difference(_ZERO, l_L)
-    inverse = lanes.divided(_ONE, lanes.product(d_L, s_L))
+def _sums(lanes: _Lanes, found: tuple[Any, Any, Any, Any]) -> list[Any]:
+    """Return Σ w·a², Σ w·a·b, Σ w·b², Σ w·x·a and Σ w·x·b of each sub-block for x ≈ d·a + m·b, a = s·q and b = −l."""
+    d, s, m, least = found
+    ml, b = lanes.product(m, least), lanes.difference(_ZERO, least)
+    inverse = lanes.divided(_ONE, lanes.product(d, s))
 
     def of_number(x: Any, w: Any, sums: list[Any]) -> list[Any]:
-        shifted = lanes.builder.fadd(x, ml, flags=IN_ORDER)
-        a = lanes.product(s_L, lanes.rounded(lanes.product(shifted, inverse), lanes.lowest, lanes.highest))
+        a = lanes.product(s, lanes.rounded(lanes.product(lanes.sum(x, ml), inverse), lanes.lowest, lanes.highest))
         wa, wb = lanes.product(w, a), lanes.product(w, b)
         factors = ((wa, a), (wa, b), (wb, b), (wa, x), (wb, x))
         return [lanes.plus(total, *pair) for total, pair in zip(sums, factors, strict=True)]
 
-    return lanes.summed(5, of_number)
+    return lanes.over_numbers([_ZERO] * 5, of_number)
 
 
-def _field(builder: Any, job: Any, name: str) -> Any:
-    """Return a field of the SEARCH at an address."""
-    fields: Any = SEARCH.fields
-    kind, offset = fields[name][:2]
-    return load(builder, builder.add(job, INDEX(offset)), INDEX if kind == np.int64 else FLOAT)
-
-
-def _copied(builder: Any, source: Any, stride: Any, count: Any) -> Any:
-    """Copy `count` registers, `stride` bytes from one to the next, to the stack, and return their address there."""
-    copy = builder.ptrtoint(cgutils.alloca_once(builder, FLOATS, size=MOST_NUMBERS), INDEX)
-
-    def one(number: Any, _: list[Any]) -> list[Any]:
-        values = load(builder, builder.add(source, builder.mul(number, stride)), FLOATS)
-        builder.store(values, builder.inttoptr(at(builder, copy, number, 4 * LANES), FLOATS.as_pointer()), align=4)
-        return []
-
-    loop(builder, INDEX(0), count, 1, [], one)
-    return copy
-
-
-def _of_16(step: Step, inputs: int) -> Any:
-    """Return a function of (address of a SEARCH, number of a group of 16 sub-blocks) that takes a step for the group."""
+def _search_16(kind: _Kind, parts: int) -> Any:
+    """Return a function of (address of a SEARCH, number of a group of 16 sub-blocks) that searches for this group."""
 
     def taken(context: Any, address: Any, group: Any) -> Any:
         return types.void(types.int64, types.int64), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         job, group = arguments
-        row, first = (builder.mul(value, INDEX(size)) for value, size in ((_field(builder, job, "lanes"), 4), (group, 64)))
-
-        def own(name: str) -> Any:
-            return builder.add(_field(builder, job, name), first)
-
-        numbers = _field(builder, job, "numbers")
-        lanes = _Lanes(builder, job, [_copied(builder, own(name), row, numbers) for name in ("x", "w")], numbers)
-        given = [
-            load(builder, builder.add(own("inputs"), builder.mul(row, INDEX(place))), FLOATS) for place in range(inputs)
-        ]
-        for place, values in enumerate(step(lanes, given)):
-            result = builder.add(own("results"), builder.mul(row, INDEX(place)))
-            builder.store(values, builder.inttoptr(result, FLOATS.as_pointer()), align=4)
+        lanes = _Lanes(builder, job, group, parts)
+        spanning, fitted = kind.real(lanes)
+        units = kind.units(lanes, spanning)
+        too_large = lanes.most(*(lanes.chosen(">", lanes.size(unit), _LARGEST, _ONE, _ZERO) for unit in units))
+        best = kind.integers(lanes, fitted, kind.units(lanes, fitted))
+        units = kind.best_units(lanes, (best[1], best[2], best[3], best[4]))
+        real = [lanes.product(units[0], best[2]), lanes.product(units[1], best[4])]
+        best = lanes.better(kind.integers(lanes, real, units), best)
+        _, d, s, m, least = lanes.better(kind.integers(lanes, spanning, kind.units(lanes, spanning), near=0), best)
+        _store(lanes, group, (d, s, m, least, too_large))
         return context.get_dummy_value()
 
     return intrinsic(taken)
+
+
+def _store(lanes: _Lanes, group: Any, scales: tuple[Any, ...]) -> None:
+    """Write the scales, and the integers of the numbers."""
+    builder, (d, s, m, least, _) = lanes.builder, scales
+    groups = builder.udiv(builder.add(lanes.field("lanes"), INDEX(LANES - 1)), INDEX(LANES))
+    for row, values in enumerate(scales):
+        place = builder.add(builder.mul(groups, INDEX(row)), group)
+        builder.store(values, lanes.place_of(lanes.field("scales"), place, 4, FLOATS), align=4)
+    ml, inverse = lanes.product(m, least), lanes.divided(_ONE, lanes.product(d, s))
+    own = at(builder, lanes.field("integers"), builder.mul(group, lanes.numbers), LANES)
+
+    def one(x: Any, w: Any, number: list[Any]) -> list[Any]:
+        q = lanes.rounded(lanes.product(lanes.sum(x, ml), inverse), lanes.lowest, lanes.highest)
+        narrow = builder.trunc(builder.fptosi(q, INTS), ir.VectorType(BYTE, LANES))
+        builder.store(narrow, lanes.place_of(own, number[0], 1, ir.VectorType(BYTE, LANES)), align=1)
+        return [builder.add(number[0], INDEX(1))]
+
+    lanes.over_numbers([INDEX(0)], one)
 
 
 WORK: Any = None
 """The code of a kernel, which `add_kernel` puts in this place."""
 
 
-def _take(address: Any, group: Any) -> None:
+def _search(address: Any, group: Any) -> None:
     WORK(address, group)
 
 
-STEPS: dict[str, tuple[Step, int]] = {
-    "affine_fit": (_affine_fit, 2),
-    "symmetric_fit": (_symmetric_fit, 1),
-    "neighbors": (_neighbors, 4),
-    "sums": (_sums, 4),
-}
-"""Each step, and the number of its inputs."""
-for _name, _work in STEPS.items():
-    add_kernel(f"{_name}_of_16", BLOCK, _take, _of_16(*_work))
+_AFFINE, _SYMMETRIC = _Kind(True, _affine_real), _Kind(False, _symmetric_real)
+for _name, _kind, _parts in (("affine_8", _AFFINE, 8), ("affine_16", _AFFINE, 16), ("symmetric_16", _SYMMETRIC, 16)):
+    add_kernel(f"search_{_name}", BLOCK, _search, _search_16(_kind, _parts))
 
 
 @kernel(JOB, calls=("parallel_for",))
 def search(address: Any) -> None:
-    """Take a step for all sub-blocks."""
+    """Search for all blocks, 16 sub-blocks at a time."""
     job = search_at(address)
-    call(kernels_at(job.kernels).parallel_for, (job.step, address, job.lanes // LANES))
+    call(kernels_at(job.kernels).parallel_for, (job.search, address, (job.lanes + LANES - 1) // LANES))

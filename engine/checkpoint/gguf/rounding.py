@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.checkpoint.gguf.rounding_steps import LEAST_DETERMINANT, Integers, Steps, safe, steps_of
+from engine.checkpoint.gguf.rounding_steps import LEAST_DETERMINANT, Integers, Steps, safe
 from engine.errors import UnsupportedError
 from engine.files.gguf_types import BlockType
+from engine.kernels.kernel_choice import imported_kernels
 
 _BLOCKS_AT_ONCE = 1 << 11
 _LARGEST = 65504.0
@@ -76,10 +78,14 @@ def rounded_to_k(numbers: Tensor, kind: BlockType, weights_I: Tensor | None = No
     w = torch.ones(1, inputs, dtype=torch.float32) if weights_I is None else _usable(weights_I).view(1, -1)
     w = w.reshape(-1, kind.numbers)
     blocks = torch.empty(len(x), kind.bytes, dtype=torch.uint8)
+    kernels = imported_kernels() if x.is_cpu else None
     for start in range(0, len(x), _BLOCKS_AT_ONCE):
         own = slice(start, min(start + _BLOCKS_AT_ONCE, len(x)))
-        w_BI = w[torch.arange(own.start, own.stop) % len(w)]
-        blocks[own] = form.pack(_search(x[own], w_BI, form))
+        if kernels is None:
+            found = _searched(x[own], w[torch.arange(own.start, own.stop) % len(w)], form)
+        else:
+            found = _searched_by(kernels, x[own].contiguous(), w.contiguous(), start, form)
+        blocks[own] = form.pack(found)
     return blocks.view(rows, -1)
 
 
@@ -96,16 +102,45 @@ def _flat(values: Tensor, like_BS: Tensor | None = None) -> Tensor:
     return (values if like_BS is None else values[:, None].expand_as(like_BS)).flatten()
 
 
-def _search(x_BI: Tensor, w_BI: Tensor, form: _Form) -> _Blocks:
+def _searched_by(kernels: Any, x_BI: Tensor, w_WI: Tensor, first: int, form: _Form) -> _Blocks:
+    """Return what `_searched` returns, by compiled kernels.
+
+    Sums have another order: of two nearly equal candidates the other one may be chosen, and next to a number that is 1,000
+    times as large as the others of its sub-block a worse one.
+
+    w_WI: weights of the blocks of a row. first: number of the first block in its matrix.
+    """
+    (parts, size), integers, factors_C = form.parts, form.integers, torch.tensor(form.integers.factors, dtype=torch.float32)
+    groups = -(-len(x_BI) * parts // kernels.LANES)
+    scales = torch.empty(kernels.ROUNDING_SCALES, groups * kernels.LANES, dtype=torch.float32)
+    q = torch.empty(groups, size, kernels.LANES, dtype=torch.int8)
+    kernels.search_rounding(
+        f"{'affine' if integers.has_minimums else 'symmetric'}_{parts}",
+        [each.data_ptr() for each in (x_BI, w_WI, factors_C, scales, q)],
+        (first, len(w_WI), size, len(x_BI) * parts, len(factors_C)),
+        (integers.lowest, integers.highest, integers.lowest_scale, integers.highest_scale),
+    )
+    d_BS, s_BS, m_BS, l_BS, large_BS = (each[: len(x_BI) * parts].view(-1, parts) for each in scales)
+    if bool(large_BS.any()):
+        raise _too_large()
+    q_BSN = q.transpose(1, 2).reshape(-1, size)[: len(x_BI) * parts].view(-1, parts, size)
+    return _Blocks(_Found(d_BS.new_zeros(len(x_BI)), d_BS[:, 0], s_BS, m_BS[:, 0], l_BS), q_BSN)
+
+
+def _too_large() -> UnsupportedError:
+    return UnsupportedError("has numbers that are too large for a K type; write it as bf16 or f32")
+
+
+def _searched(x_BI: Tensor, w_BI: Tensor, form: _Form) -> _Blocks:
     parts, size = form.parts
     x_NL, w_NL = (each.reshape(-1, size).T.contiguous() for each in (x_BI, w_BI))
-    steps = steps_of(x_NL, w_NL, form.integers)
+    steps = Steps(x_NL, w_NL, form.integers)
     spanning, fitted = (_affine if form.integers.has_minimums else _symmetric)(steps)
 
     spanning, fitted = ((scale.view(-1, parts), least.view(-1, parts)) for scale, least in (spanning, fitted))
     units = _largest_units(steps, spanning)
     if any(bool((unit_B.abs() > _LARGEST).any()) for unit_B in units):
-        raise UnsupportedError("has numbers that are too large for a K type; write it as bf16 or f32")
+        raise _too_large()
     whole = _integers(steps, spanning, units, near=0)
     found = _integers(steps, fitted, _largest_units(steps, fitted))
     units = _best_units(steps, found)

@@ -1,6 +1,6 @@
-"""The steps of rounding to K types that read every number: by torch, or by compiled kernels with the same arithmetic.
+"""The steps of rounding to K types that read every number, by torch.
 
-Shape suffixes: N numbers of a sub-block, L sub-blocks, R inputs or results of a step.
+Shape suffixes: N numbers of a sub-block, L sub-blocks.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-
-from engine.kernels.kernel_choice import imported_kernels
 
 _STRETCHES = tuple(step / 8 for step in range(-8, 9))
 """Differences that are tried from the number of levels into which the range of a sub-block is divided."""
@@ -52,7 +49,7 @@ def safe(divisor: Tensor) -> Tensor:
 
 
 class Steps:
-    """The steps of some sub-blocks, by torch. Weights w say how much the squared error of a number counts."""
+    """The steps of some sub-blocks. Weights w say how much the squared error of a number counts."""
 
     def __init__(self, x_NL: Tensor, w_NL: Tensor, integers: Integers) -> None:
         """All tensors, here and below, are float32 and contiguous."""
@@ -122,57 +119,6 @@ class Steps:
 
     def _rounded(self, values_NL: Tensor) -> Tensor:
         return values_NL.round_().clamp_(self.integers.lowest, self.integers.highest)
-
-
-class CompiledSteps(Steps):
-    """The steps by compiled kernels. Sums have another order: of two nearly equal candidates the other one may be chosen.
-
-    Next to a number that is 1,000 times as large as all others of its sub-block, the errors of candidates cancel in float32,
-    and the choice is worse than by torch.
-    """
-
-    def __init__(self, x_NL: Tensor, w_NL: Tensor, integers: Integers, kernels: object) -> None:
-        """kernels: the module engine.kernels.compiled."""
-        super().__init__(x_NL, w_NL, integers)
-        self._kernels, self._lanes = kernels, x_NL.shape[1]
-        missing = -self._lanes % kernels.LANES  # type: ignore[attr-defined]
-        self._padded = [F.pad(each, (0, missing)) for each in (x_NL, w_NL)] if missing else [x_NL, w_NL]
-
-    def affine_fit(self, low_L: Tensor, span_L: Tensor) -> tuple[Tensor, Tensor]:
-        scale_L, least_L = self._taken("affine_fit", (low_L, span_L), 2)
-        return scale_L, least_L
-
-    def symmetric_fit(self, extreme_L: Tensor) -> Tensor:
-        return self._taken("symmetric_fit", (extreme_L,), 1)[0]
-
-    def neighbors(self, s_L: Tensor, l_L: Tensor, d_L: Tensor, m_L: Tensor, near: int) -> tuple[Tensor, Tensor, Tensor]:
-        error_L, scale_L, least_L = self._taken("neighbors", (s_L, l_L, d_L, m_L), 3, near)
-        return error_L, scale_L, least_L
-
-    def sums(self, s_L: Tensor, l_L: Tensor, d_L: Tensor, m_L: Tensor) -> Tensor:
-        return self._taken("sums", (s_L, l_L, d_L, m_L), 5)
-
-    def _taken(self, name: str, inputs: tuple[Tensor, ...], results: int, near: int = 0) -> Tensor:
-        """Take a step. Returns its results, [R, L]."""
-        x_NL, w_NL = self._padded
-        given_RL = F.pad(torch.stack(inputs), (0, x_NL.shape[1] - self._lanes))
-        found_RL = torch.empty(results, x_NL.shape[1], dtype=torch.float32)
-        factors_C = torch.tensor(self.integers.factors, dtype=torch.float32)
-        self._kernels.search_rounding(  # type: ignore[attr-defined]
-            name,
-            [each.data_ptr() for each in (x_NL, w_NL, given_RL, factors_C, found_RL)],
-            (*x_NL.shape, len(factors_C)),
-            (self.integers.lowest, self.integers.highest, self.integers.lowest_scale, self.integers.highest_scale),
-            (near, near * self.integers.has_minimums),
-        )
-        return found_RL[:, : self._lanes]
-
-
-def steps_of(x_NL: Tensor, w_NL: Tensor, integers: Integers) -> Steps:
-    """Return the steps by compiled kernels, where there are any for these tensors."""
-    is_served = all(each.dtype == torch.float32 and each.is_cpu and each.is_contiguous() for each in (x_NL, w_NL))
-    kernels = imported_kernels() if is_served else None
-    return Steps(x_NL, w_NL, integers) if kernels is None else CompiledSteps(x_NL, w_NL, integers, kernels)
 
 
 def _better(found: list[Tensor], best: list[Tensor]) -> list[Tensor]:
