@@ -164,8 +164,9 @@ class _Lanes:
         return self.most(values, self.difference(_ZERO, values))
 
     def farther(self, a: Any, b: Any) -> Any:
-        """Return the values that are farther from zero."""
-        return self.chosen(">=", self.size(a), self.size(b), a, b)
+        """Return the values that are farther from zero, or the larger of two that are equally far."""
+        size_a, size_b = self.size(a), self.size(b)
+        return self.chosen(">", size_a, size_b, a, self.chosen("<", size_a, size_b, b, self.most(a, b)))
 
     def divided(self, values: Any, divisor: Any) -> Any:
         """Return values / divisor, where a divisor of zero counts as one."""
