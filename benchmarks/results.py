@@ -162,26 +162,71 @@ def is_older_than_its_code(stored: Mapping[str, Any], name: str) -> bool:
     for line in changed.splitlines():
         about, path = line.split("\t")
         _, _, old, new, status = about.split()
-        if status != "M" or not path.endswith(".py") or _code_in(old) != _code_in(new):
+        if not path.endswith(".py") or status not in "AM":
+            return True
+        # Code that imports a new file has changed itself; a new folder may be an old one under another name.
+        if status == "A" and not _git("ls-tree", stored["commit"], f"{path.rpartition('/')[0]}/"):
+            return True
+        if status == "M" and not only_adds(_code_in(old), _code_in(new)):
             return True
     return False
 
 
 @cache
-def _code_in(blob: str) -> str:
+def _code_in(blob: str) -> tuple[str, ...]:
     return code_of(_git("cat-file", "blob", blob))
 
 
-def code_of(source: str) -> str:
-    """Return a module's code without what does not run: comments, docstrings, the types of parameters and results, and
-    imports of names that only these use.
+def code_of(source: str) -> tuple[str, ...]:
+    """Return the statements of a module without what does not run: comments, docstrings, types of parameters and results and
+    imports for them, texts of errors and of help, and the list of public names.
     """
     tree = _WithoutWords().visit(ast.parse(source))
-    return ast.dump(_UsedImports({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}).visit(tree))
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return tuple(ast.unparse(each) for node in _UsedImports(used).visit(tree).body for each in _one_by_one(node))
+
+
+def _one_by_one(node: ast.stmt) -> list[ast.stmt]:
+    """Return an import as one for each name, and any other statement as it is."""
+    if isinstance(node, ast.ImportFrom):
+        return [ast.ImportFrom(node.module, [each], node.level) for each in node.names]
+    return [ast.Import([each]) for each in node.names] if isinstance(node, ast.Import) else [node]
+
+
+def only_adds(before: Sequence[str], after: Sequence[str]) -> bool:
+    """Whether a module has all statements that it had, in their order, and further ones that bind other names alone.
+
+    Whatever uses such names has changed itself.
+    """
+    left, added = list(before), []
+    for statement in after:
+        if left and statement == left[0]:
+            left.pop(0)
+        else:
+            added.append(statement)
+    known = {name for statement in before for name in _bound(statement)}
+    return not left and all((names := _bound(statement)) and not names & known for statement in added)
+
+
+def _bound(statement: str) -> set[str]:
+    """Return the names that a definition, an import or an assignment binds; none for any other statement."""
+    (node,) = ast.parse(statement).body
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(each.asname or each.name).split(".")[0] for each in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    names = [name for target in targets for name in ast.walk(target)]
+    is_plain = all(isinstance(each, ast.Name | ast.Tuple | ast.List | ast.expr_context) for each in names)
+    return {each.id for each in names if isinstance(each, ast.Name)} if is_plain else set()
 
 
 class _WithoutWords(ast.NodeTransformer):
-    """Takes strings that stand alone, and the annotations of functions, out of a tree."""
+    """Takes words out of a tree."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        is_list_of_names = any(isinstance(each, ast.Name) and each.id == "__all__" for each in node.targets)
+        return None if is_list_of_names else self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -189,10 +234,25 @@ class _WithoutWords(ast.NodeTransformer):
             node.returns = None
         if isinstance(node, ast.arg):
             node.annotation = None
+        if isinstance(node, ast.Call):
+            node.keywords = [each for each in node.keywords if each.arg != "help"]
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            node.exc.args, node.exc.keywords = [], []
         for name in ("body", "orelse", "finalbody"):
             if isinstance(own := getattr(node, name, None), list):
                 setattr(node, name, [each for each in own if not _is_text(each)])
-        return node
+        return _filled(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        is_for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return None if is_for_types else self.generic_visit(node)
+
+
+def _filled(node: ast.AST) -> ast.AST:
+    """Return a node that can be written: a body from which everything was taken passes."""
+    if getattr(node, "body", None) == [] and not isinstance(node, ast.Module):
+        node.body = [ast.Pass()]  # type: ignore[attr-defined]
+    return node
 
 
 class _UsedImports(ast.NodeTransformer):
@@ -200,6 +260,9 @@ class _UsedImports(ast.NodeTransformer):
 
     def __init__(self, used: set[str]) -> None:
         self._used = used
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        return _filled(super().generic_visit(node))
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> ast.AST | None:
         node.names = [each for each in node.names if (each.asname or each.name).split(".")[0] in self._used]

@@ -191,6 +191,33 @@ def test_words_are_not_code() -> None:
     assert results.code_of(BEFORE) != results.code_of(BEFORE.replace("2 *", "3 *"))
     assert results.code_of(BEFORE) != results.code_of(BEFORE.replace("import torch", "import numpy as torch"))
     assert results.code_of("class A:\n    x: int = 1\n") != results.code_of("class A:\n    x: float = 1\n")
+    said = "def f(x):\n    if x:\n        raise ValueError('one')\n    return option(1, help='one')\n"
+    assert results.code_of(said) == results.code_of(said.replace("one", "another"))
+    assert results.code_of(said) != results.code_of(said.replace("ValueError", "KeyError"))
+
+
+ADDED = [
+    BEFORE + "import numpy\n\ndef thrice(x):\n    return numpy.add(x, 2 * x)\n",
+    "LIMIT = 3\n" + BEFORE,
+    BEFORE.replace("import torch", "import torch\nfrom a import b").replace("def", "c = b\ndef"),
+]
+CHANGED = [
+    BEFORE + "print(twice(1))\n",
+    BEFORE + "def twice(x):\n    return 3 * x\n",
+    BEFORE + "torch.flag = True\n",
+    BEFORE.replace("2 *", "3 *"),
+    "import torch\n",
+]
+
+
+@pytest.mark.parametrize("after", ADDED)
+def test_names_that_nothing_used_before_change_no_figure(after: str) -> None:
+    assert results.only_adds(results.code_of(BEFORE), results.code_of(after))
+
+
+@pytest.mark.parametrize("after", CHANGED)
+def test_other_statements_may_change_figures(after: str) -> None:
+    assert not results.only_adds(results.code_of(BEFORE), results.code_of(after))
 
 
 def changed_file(monkeypatch: pytest.MonkeyPatch, path: str, *blobs: str) -> None:
