@@ -80,7 +80,7 @@ BENCHMARKS = (
         trial=("--rounds", "1", "--layers", "1"),
         needs="pip install llama-cpp-python gguf",
     ),
-    Benchmark("decode_families", ("decode_families",), ENGINE, trial=("--repetitions", "1", "--layers", "4")),
+    Benchmark("decode_families", ("decode_families",), ENGINE, trial=("--repetitions", "1", "--layers", "8")),
     Benchmark("speculative_decoding", ("speculative_decoding",), ENGINE, trial=("--prompts", "1", "--repetitions", "1")),
     Benchmark(
         *("gpu_decode", ("gpu_decode",), ("engine/kernels", "engine/decoder")),
