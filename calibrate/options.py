@@ -69,7 +69,10 @@ class Limits:
         512, group=RESPONSES, flag="max-length", help="Tokens of prompt and response; responses are cut to it."
     )
     prompt: int = option(
-        256, group=RESPONSES, flag="max-prompt-length", help="Tokens of a prompt; examples with a longer one are left out."
+        256,
+        group=RESPONSES,
+        flag="max-prompt-length",
+        help="Tokens of a prompt; a longer one is left out of training, and cut where ROUGE-L is measured.",
     )
 
     def __post_init__(self) -> None:

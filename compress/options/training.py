@@ -109,7 +109,10 @@ class StepOptions:
         help="Sequences in memory at a time; their gradients add up to those of the step.",
     )
     schedule: str = option(
-        "cosine", group=TRAINING, choices=SCHEDULE_NAMES, help="How the learning rate falls to zero after its warm-up."
+        "cosine",
+        group=TRAINING,
+        choices=SCHEDULE_NAMES,
+        help="The learning rate after its warm-up: constant, or how it falls to zero.",
     )
     warm_up_steps: int | None = option(
         None,
