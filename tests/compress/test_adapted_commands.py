@@ -266,6 +266,7 @@ def test_removed_experts_are_merged_into_those_that_stay(model: Path, tmp_path: 
     assert result(input_ids=torch.randint(3, VOCABULARY, (1, 8))).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_layers_keep_different_widths(model: Path, tmp_path: Path) -> None:
     """By the default method, ranked over all layers; the result is evaluated, generated from, rounded and described."""
     budget = Budget(sparsity=0.45, granularity="unit", unit_multiple=2, min_experts=0)

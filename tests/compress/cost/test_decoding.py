@@ -127,6 +127,7 @@ def test_a_model_without_files_needs_a_speed(tmp_path):
     assert found["disk_bytes_per_second"] == 3e9 and found["disk_source"] == "given" and found["memory_limit_bytes"] == 8e9
 
 
+@pytest.mark.slow
 def test_the_command_with_statistics(tmp_path, monkeypatch):
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -110,6 +110,7 @@ def test_an_interrupted_run_gives_the_same_bytes(place: Path, monkeypatch: pytes
     assert weights_of(place / "parts") == weights_of(place / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_sizes_of_a_sweep_are_those_of_single_runs_from_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [int(share * whole_size(place)) for share in (0.7, 0.4)]
