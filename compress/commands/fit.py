@@ -35,7 +35,6 @@ def _options(given: Given, sizes: Sequence[int] | None) -> FitOptions:
 def _sweep(given: Given, sizes: Sequence[int]) -> Figures:
     from compress.fit_sweep import cells, fit_sweep
 
-    given.refuse(["plan_output"], "for one artifact, and a sweep makes several; each artifact carries its plan")
     base = _options(given, sizes)
     figures = fit_sweep(cells(base, sizes), comparison_of(given, base), progress_bar)
     assert figures is not None  # in one process

@@ -16,6 +16,7 @@ from compress.report.figures import SweepFigures
 def comparison_of(given: Given, base: PruneOptions | FitOptions) -> CompareOptions:
     """Return the options of the comparison at the end. Raises OptionError for options of single results."""
     given.refuse(["memory_limit"], "for one artifact at a time, and this makes several")
+    given.refuse(["plan_output"], "for one artifact, and a sweep makes several; each artifact carries its plan")
     given.refuse(["push_to_hub"], "for one artifact, and a sweep makes several; `compress push` them afterwards")
     return CompareOptions(
         models=(),

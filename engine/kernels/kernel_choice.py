@@ -141,10 +141,9 @@ def _load_kernels() -> Any:
     Raises:
         OptionError: `COMPRESS_KERNELS` has an unknown value.
     """
-    kernels = _import_kernels()
+    kernels = imported_kernels()
     if kernels is None:
         return None
-    _load(kernels, [kernels.KERNELS["parallel_for"]])
     return kernels if wanted_kernels() == "compiled" or pays(kernels, 1, many=False) else None
 
 

@@ -369,13 +369,13 @@ def _search_16(kind: _Kind, parts: int) -> Any:
         job, group = arguments
         lanes = _Lanes(builder, job, group, parts)
         spanning, fitted = kind.real(lanes)
-        units = kind.units(lanes, spanning)
-        too_large = lanes.most(*(lanes.chosen(">", lanes.size(unit), _LARGEST, _ONE, _ZERO) for unit in units))
+        spanning_units = kind.units(lanes, spanning)
+        too_large = lanes.most(*(lanes.chosen(">", lanes.size(unit), _LARGEST, _ONE, _ZERO) for unit in spanning_units))
         best = kind.integers(lanes, fitted, kind.units(lanes, fitted))
         units = kind.best_units(lanes, (best[1], best[2], best[3], best[4]))
         real = [lanes.product(units[0], best[2]), lanes.product(units[1], best[4])]
         best = lanes.better(kind.integers(lanes, real, units), best)
-        _, d, s, m, least = lanes.better(kind.integers(lanes, spanning, kind.units(lanes, spanning), near=0), best)
+        _, d, s, m, least = lanes.better(kind.integers(lanes, spanning, spanning_units, near=0), best)
         _store(lanes, group, (d, s, m, least, too_large))
         return context.get_dummy_value()
 

@@ -33,7 +33,7 @@ _LARGEST = 65504.0
 
 @dataclass(frozen=True)
 class _Found:
-    """The scales of some blocks, as they are stored."""
+    """The scales of some blocks that were found, and the errors with them."""
 
     error_B: Tensor
     scale_B: Tensor
@@ -60,9 +60,12 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks with their integers, ready to be packed."""
+    """Blocks as they are stored, ready to be packed."""
 
-    scales: _Found
+    scale_B: Tensor
+    scales_BS: Tensor
+    least_B: Tensor
+    leasts_BS: Tensor
     q_BSN: Tensor
 
 
@@ -76,7 +79,7 @@ def rounded_to_k(numbers: Tensor, kind: BlockType, weights_I: Tensor | None = No
     if not bool(x.isfinite().all()):
         raise UnsupportedError("has numbers that are not finite")
     w = torch.ones(1, inputs, dtype=torch.float32) if weights_I is None else _usable(weights_I).view(1, -1)
-    w = w.reshape(-1, kind.numbers)
+    w = w.reshape(-1, kind.numbers).contiguous()
     blocks = torch.empty(len(x), kind.bytes, dtype=torch.uint8)
     kernels = imported_kernels() if x.is_cpu else None
     for start in range(0, len(x), _BLOCKS_AT_ONCE):
@@ -84,7 +87,7 @@ def rounded_to_k(numbers: Tensor, kind: BlockType, weights_I: Tensor | None = No
         if kernels is None:
             found = _searched(x[own], w[torch.arange(own.start, own.stop) % len(w)], form)
         else:
-            found = _searched_by(kernels, x[own].contiguous(), w.contiguous(), start, form)
+            found = _searched_by(kernels, x[own].contiguous(), w, start, form)
         blocks[own] = form.pack(found)
     return blocks.view(rows, -1)
 
@@ -124,7 +127,7 @@ def _searched_by(kernels: Any, x_BI: Tensor, w_WI: Tensor, first: int, form: _Fo
     if bool(large_BS.any()):
         raise _too_large()
     q_BSN = q.transpose(1, 2).reshape(-1, size)[: len(x_BI) * parts].view(-1, parts, size)
-    return _Blocks(_Found(d_BS.new_zeros(len(x_BI)), d_BS[:, 0], s_BS, m_BS[:, 0], l_BS), q_BSN)
+    return _Blocks(d_BS[:, 0], s_BS, m_BS[:, 0], l_BS, q_BSN)
 
 
 def _too_large() -> UnsupportedError:
@@ -136,7 +139,6 @@ def _searched(x_BI: Tensor, w_BI: Tensor, form: _Form) -> _Blocks:
     x_NL, w_NL = (each.reshape(-1, size).T.contiguous() for each in (x_BI, w_BI))
     steps = Steps(x_NL, w_NL, form.integers)
     spanning, fitted = (_affine if form.integers.has_minimums else _symmetric)(steps)
-
     spanning, fitted = ((scale.view(-1, parts), least.view(-1, parts)) for scale, least in (spanning, fitted))
     units = _largest_units(steps, spanning)
     if any(bool((unit_B.abs() > _LARGEST).any()) for unit_B in units):
@@ -146,7 +148,8 @@ def _searched(x_BI: Tensor, w_BI: Tensor, form: _Form) -> _Blocks:
     units = _best_units(steps, found)
     again = _integers(steps, (units[0][:, None] * found.scales_BS, units[1][:, None] * found.leasts_BS), units)
     best = found.or_better(again).or_better(whole)
-    return _Blocks(best, steps.integers_of(*best.by_sub_block).T.reshape(-1, parts, size))
+    q_BSN = steps.integers_of(*best.by_sub_block).T.reshape(-1, parts, size)
+    return _Blocks(best.scale_B, best.scales_BS, best.least_B, best.leasts_BS, q_BSN)
 
 
 _Real = tuple[Tensor, Tensor]
@@ -227,34 +230,32 @@ def _six_bits(scales_BS: Tensor, leasts_BS: Tensor) -> Tensor:
 
 
 def _units(blocks: _Blocks) -> Iterator[Tensor]:
-    yield from (_bytes_of(blocks.scales.scale_B), _bytes_of(blocks.scales.least_B))
+    yield from (_bytes_of(blocks.scale_B), _bytes_of(blocks.least_B))
 
 
 def _q2_k(blocks: _Blocks) -> Tensor:
-    scales = blocks.scales.scales_BS.to(torch.uint8) | blocks.scales.leasts_BS.to(torch.uint8) << 4
+    scales = blocks.scales_BS.to(torch.uint8) | blocks.leasts_BS.to(torch.uint8) << 4
     return torch.cat([scales, _packed(blocks.q_BSN, 2, 32), *_units(blocks)], 1)
 
 
 def _q3_k(blocks: _Blocks) -> Tensor:
-    q, scales = (blocks.q_BSN + 4).to(torch.uint8), (blocks.scales.scales_BS + 32).to(torch.uint8)
+    q, scales = (blocks.q_BSN + 4).to(torch.uint8), (blocks.scales_BS + 32).to(torch.uint8)
     parts = [_packed(q >> 2, 1, 32), _packed(q & 3, 2, 32), _packed(scales & 15, 4, 8), _packed(scales >> 4, 2, 4)]
-    return torch.cat([*parts, _bytes_of(blocks.scales.scale_B)], 1)
+    return torch.cat([*parts, _bytes_of(blocks.scale_B)], 1)
 
 
 def _q4_k(blocks: _Blocks) -> Tensor:
-    return torch.cat(
-        [*_units(blocks), _six_bits(blocks.scales.scales_BS, blocks.scales.leasts_BS), _packed(blocks.q_BSN, 4, 32)], 1
-    )
+    return torch.cat([*_units(blocks), _six_bits(blocks.scales_BS, blocks.leasts_BS), _packed(blocks.q_BSN, 4, 32)], 1)
 
 
 def _q5_k(blocks: _Blocks) -> Tensor:
-    q, scales = blocks.q_BSN.to(torch.uint8), _six_bits(blocks.scales.scales_BS, blocks.scales.leasts_BS)
+    q, scales = blocks.q_BSN.to(torch.uint8), _six_bits(blocks.scales_BS, blocks.leasts_BS)
     return torch.cat([*_units(blocks), scales, _packed(q >> 4, 1, 32), _packed(q & 15, 4, 32)], 1)
 
 
 def _q6_k(blocks: _Blocks) -> Tensor:
-    q, scales = (blocks.q_BSN + 32).to(torch.uint8), blocks.scales.scales_BS.to(torch.int8).view(torch.uint8)
-    return torch.cat([_packed(q & 15, 4, 64), _packed(q >> 4, 2, 32), scales, _bytes_of(blocks.scales.scale_B)], 1)
+    q, scales = (blocks.q_BSN + 32).to(torch.uint8), blocks.scales_BS.to(torch.int8).view(torch.uint8)
+    return torch.cat([_packed(q & 15, 4, 64), _packed(q >> 4, 2, 32), scales, _bytes_of(blocks.scale_B)], 1)
 
 
 @dataclass(frozen=True)
