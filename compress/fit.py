@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import psutil
-import torch
 
 from calibrate.batches import training_text
 from compress.fitting.candidate import Candidate, Choice, choice_of
-from compress.fitting.costs import Corrections, Factors, Option, table
+from compress.fitting.choices import check_possible
+from compress.fitting.costs import Corrections, Factors, Option, least_bytes
 from compress.fitting.measured import Measuring, corrections_of
-from compress.fitting.rounding_costs import PARTS
 from compress.fitting.sizes import Sizes
 from compress.fitting.statistics import FitRun, memory_demand, table_of, unit_costs
 from compress.methods.inputs import Prunable
@@ -37,7 +36,7 @@ from compress.prune import Shared
 from compress.report.columns import size as in_bytes
 from compress.report.figures import FitFigures, FrontierPoint
 from compress.report.pictures import Picture, draw_frontier
-from compress.rounding.mixed_widths import everything_rounded, kinds_of_others
+from compress.rounding.mixed_widths import everything_rounded
 from compress.run.claims import claims_output
 from compress.run.job import Made, Run, check_plain, check_weights, open_mixture, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
@@ -106,19 +105,9 @@ def prepare_fitting(options: FitOptions) -> Prunable:
 
 def _check_possible(options: FitOptions, checkpoint: Checkpoint, multiple: int | None, least: int) -> None:
     """Raise OptionError for a size that no choice reaches. Costs play no part in that: it is known before any pass."""
-    widths, bits = checkpoint.config.ffn_widths(), len(options.low_bits)
-    nothing = table(
-        *(Sizes(checkpoint, options.group_size), options.low_bits),
-        # Which experts have to stay is decided by costs: the narrowest ones, in the smallest choice.
-        {layer: [torch.full((width,), 1.0 / width**2) for width in own] for layer, own in widths.items()},
-        {layer: {part: torch.zeros(len(own), bits) for part in PARTS} for layer, own in widths.items()},
-        {layer: [0.0] * len(own) for layer, own in widths.items()},
-        {kind: dict.fromkeys(options.low_bits, 0.0) for kind in kinds_of_others(checkpoint.config)},
-        multiple=multiple,
-        least_experts=least,
-        keeps_plain=PLAIN_BITS in options.bits,
-    )
-    nothing.check_possible(options.target_size)
+    if options.target_size is not None:
+        found = least_bytes(Sizes(checkpoint, options.group_size), options.bits, multiple=multiple, least_experts=least)
+        check_possible(found, options.target_size, "bytes")
 
 
 def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
@@ -145,12 +134,12 @@ def _make(run: FitRun) -> Made:
     checkpoint = run.prepared.checkpoint
     size, read = target_size(run), run.options.target_active
     scores = unit_costs(run)
-    every = table_of(run, scores)
-    every.chosen(size, read)  # an impossible combination ends the run here
-    measuring = Measuring(run, every)
+    table = table_of(run, scores)
+    table.chosen(size, read)  # an impossible combination ends the run here
+    measuring = Measuring(run, table)
     found, seen = list[tuple[dict[str, Any], Candidate]](), list[list[Option]]()
-    corrections: Corrections = dict.fromkeys({item.layer for item in every.items}, FIRST_FACTORS)
-    for own in (every.without_removal(), every, every):
+    corrections: Corrections = dict.fromkeys({item.layer for item in table.items}, FIRST_FACTORS)
+    for own in (table.without_removal(), table, table):
         try:
             options = own.chosen(size, read, corrections)
         except OptionError:  # widths alone do not reach the target
@@ -158,10 +147,10 @@ def _make(run: FitRun) -> Made:
         if options in seen:
             continue
         seen.append(options)
-        choice = choice_of(every.items, options, scores, checkpoint.config)
+        choice = choice_of(table.items, options, scores, checkpoint.config)
         found.append(measuring.measured(len(found), choice, options, corrections))
         has_clean = any(not before.choice.removes for _, before in found[:-1])
-        corrections = corrections_of(found[-1][0], every.predicted(options), corrections, keeps_rounding=has_clean)
+        corrections = corrections_of(found[-1][0], table.predicted(options), corrections, keeps_rounding=has_clean)
     points = [point for point, _ in found]
     point, candidate = min(found, key=lambda pair: float(pair[0]["measured_kl"]))
     figures: dict[str, Any] = {

@@ -45,19 +45,19 @@ def least_total(limit: Limit, cost_IO: Tensor) -> float:
     return float(limit.size_IO.masked_fill(cost_IO.isinf(), torch.inf).amin(dim=1).sum())
 
 
-def check_possible(cost_IO: Tensor, limits: Sequence[Limit]) -> None:
-    """Raise OptionError with the least possible total where a limit is below it."""
-    for limit in limits:
-        if (least := least_total(limit, cost_IO)) > limit.most:
-            raise OptionError(
-                f"the target is {limit.most:,.0f} {limit.unit}, and the least that is possible is {least:,.0f}; "
-                "give that much, smaller widths in --bits, or a larger --group-size"
-            )
+def check_possible(least: float, most: float, unit: str) -> None:
+    """Raise OptionError for a limit, `most`, that is below the smallest total that any choice has."""
+    if least > most:
+        raise OptionError(
+            f"the target is {most:,.0f} {unit}, and the least that is possible is {least:,.0f}; "
+            "give that much, smaller widths in --bits, or a larger --group-size"
+        )
 
 
 def choose(cost_IO: Tensor, limits: Sequence[Limit]) -> Tensor:
     """Return the option of each item, int64 [I]. Raises OptionError where limits are not kept (`check_possible`)."""
-    check_possible(cost_IO, limits)
+    for limit in limits:
+        check_possible(least_total(limit, cost_IO), limit.most, limit.unit)
     choice_I = _relaxed(cost_IO, limits)
     for limit in limits:
         if (found := total(limit.size_IO, choice_I)) > limit.most:

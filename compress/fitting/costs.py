@@ -24,9 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.fitting.choices import Limit, check_possible, choose
+from compress.fitting.choices import Limit, choose
 from compress.fitting.rounding_costs import DOWN, PARTS, READERS
 from compress.fitting.sizes import Sizes, kept_levels
+from compress.rounding.mixed_widths import kinds_of_others
 from engine.kernels.stored.scheme import PLAIN_BITS
 
 MOST_LEVELS = 16
@@ -107,23 +108,15 @@ class Table:
             rows.append([factors.removal * removal + factors.rounding * rounding for removal, rounding in pairs])
         return _padded(rows, torch.inf)
 
-    def check_possible(self, size: float | None) -> None:
-        """Raise OptionError for a limit in bytes that no choice keeps."""
-        if size is not None:
-            check_possible(self.costs(), self._limits(size, None))
-
     def chosen(self, size: float | None, read: float | None, corrections: Corrections = NOT_CORRECTED) -> list[Option]:
         """Return the option of each item within the limits, in bytes. Raises OptionError for an impossible limit."""
-        choice = choose(self.costs(corrections), self._limits(size, read)).tolist()
-        return [item.options[place] for item, place in zip(self.items, choice, strict=True)]
-
-    def _limits(self, size: float | None, read: float | None) -> list[Limit]:
         limits = []
         if size is not None:
             limits.append(Limit(_padded([item.bytes for item in self.items], 0.0), size, "bytes"))
         if read is not None:
             limits.append(Limit(_padded([item.read for item in self.items], 0.0), read, "bytes read for a token"))
-        return limits
+        choice = choose(self.costs(corrections), limits).tolist()
+        return [item.options[place] for item, place in zip(self.items, choice, strict=True)]
 
     def without_removal(self) -> Table:
         """Return a table of the options that keep all hidden units."""
@@ -205,6 +198,24 @@ def table(
     fixed = sizes.never_rounded()
     items.append(Item(OTHERS, len(others), [Option(0)], [0.0], [0.0], [fixed], [float(fixed)]))
     return Table(items)
+
+
+def least_bytes(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, least_experts: int) -> int:
+    """Return the bytes of the smallest choice, or fewer where costs decide which experts of different sizes stay.
+
+    bits: the widths to choose from, with PLAIN_BITS if matrices may stay as they are. multiple and least_experts are those of
+    `table`.
+    """
+    config = sizes.checkpoint.config
+    kinds = kinds_of_others(config)
+    found = sizes.never_rounded() + sum(min(sizes.others(kind, own) for own in bits) for kind in kinds)
+    for layer, widths in config.ffn_widths().items():
+        units = [width if multiple is None else kept_levels(width, multiple, MOST_LEVELS)[-1] for width in widths]
+        experts = [
+            min(sizes.expert(layer, number, own, *pair) for pair in product(bits, bits)) for number, own in enumerate(units)
+        ]
+        found += sum(sorted(experts)[: least_experts if multiple is not None else None])
+    return found
 
 
 def _by_bits(widths: Sequence[int], cost_B: Tensor) -> dict[int, float]:

@@ -36,8 +36,7 @@ class Sizes:
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         """Return the bytes of one tensor."""
-        offset = "9" * len(str(self.checkpoint.bytes))
-        entry = f'"{name}":{{"dtype":"BF16","shape":{list(shape)},"data_offsets":[{offset},{offset}]}},'
+        entry = f'"{name}":{{"dtype":"BF16","shape":{list(shape)},"data_offsets":[{self._offset},{self._offset}]}},'
         return math.prod(shape) * dtype.itemsize + len(entry)
 
     def matrix(self, name: str, shape: tuple[int, ...], bits: int) -> int:
@@ -92,6 +91,11 @@ class Sizes:
         found += sum(self.tensor(name, *own) for name, own in self.checkpoint.derived.items())
         found += sum(self.tensor(name, self._dtype(name), (0, *shapes[name][1:])) for name in rows)  # experts count them
         return found + sum(self.matrix(name, shapes[name], PLAIN_BITS) for name in shapes.keys() - elsewhere)
+
+    @cached_property
+    def _offset(self) -> str:
+        """The longest offset of an entry, from a sum over all tensors of the model."""
+        return "9" * len(str(self.checkpoint.bytes))
 
     @cached_property
     def _kinds(self) -> dict[str, list[str]]:
