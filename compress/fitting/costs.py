@@ -203,8 +203,7 @@ def table(
 def least_bytes(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, least_experts: int) -> int:
     """Return the bytes of the smallest choice, or fewer where costs decide which experts of different sizes stay.
 
-    bits: the widths to choose from, with PLAIN_BITS if matrices may stay as they are. multiple and least_experts are those of
-    `table`.
+    bits: the widths to choose from, with PLAIN_BITS if matrices may stay as they are. The others are those of `table`.
     """
     config = sizes.checkpoint.config
     kinds = kinds_of_others(config)
