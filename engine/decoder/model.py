@@ -82,6 +82,18 @@ TensorSource = Callable[[str], Weight]
 FINAL_NORM = "model.norm"
 
 
+class Steps(Protocol):
+    """Runs steps of decoding as a whole (engine/decoder/gpu_step.py)."""
+
+    def __call__(
+        self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache | None, choice: KernelChoice
+    ) -> Tensor | None:
+        """Return what `Decoder.hidden_states` returns; None if the layers must run."""
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Return the head's product with hidden states […, D]; None if torch must compute it."""
+
+
 class DecoderLayer(nn.Module):
     """Attention, then the MoE block or the dense FFN, each after its norm and with a residual connection.
 
@@ -168,6 +180,8 @@ class Decoder(nn.Module):
         self.head_bias_V = frozen_tensor(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
         self._step = DecodeStep(config, self.layers)
+        self.gpu_step: Steps | None = None
+        """What runs steps of decoding on a GPU in place of the layers, if it can."""
         self.watch: Callable[[Tensor], None] | None = None
         """Called with the hidden states [B, L, D] of each forward pass after the last norm."""
         self.checkpoint_activations = False
@@ -249,6 +263,8 @@ class Decoder(nn.Module):
         choice: kernels that compute the products. one_by_one: whether rotary scalings treat each token as the last one
         of its text.
         """
+        if self.gpu_step is not None and (final_BLD := self.gpu_step(tokens_BL, real_BP, cache, choice)) is not None:
+            return final_BLD
         x_BLD = embedded(self.config, tokens_BL, self.embedding, self.dtype)
         if isinstance(cache, PagedBatch):
             positions = paged_positions(self.config, self.rotary, cache, x_BLD)
@@ -323,6 +339,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Return the logits […, V] of hidden states […, D] after the last norm."""
+        if self.gpu_step is not None and (logits := self.gpu_step.logits(hidden)) is not None:
+            return capped(logits, self.logit_cap)
         return capped(linear(hidden, self.head, self.head_bias_V, choice), self.logit_cap)
 
     @property

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.kernels.gpu import rms_norm_on_gpu
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import as_bfloat16
 
@@ -75,6 +76,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, choice: KernelChoice = T
     if (kernels := choice.for_any(x, weight)) is not None:
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)
+    if choice.may_compile and (normed := rms_norm_on_gpu(x, weight, epsilon)) is not None:
+        return normed
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, epsilon)
     wide = x.float()

@@ -21,18 +21,23 @@ from torch import Tensor
 
 from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock, route_through
 from engine.decoder.routing import NO_EXPERT, Selection, select
+from engine.kernels.gpu import power_of_two
 from engine.kernels.kernel_choice import wanted_kernels
 
 _log = logging.getLogger(__name__)
 
-FEW = {"ROWS": 8, "COLUMNS": 512}
-"""Block sizes for a few tokens: rows of a matrix, and columns read at a time. Like the sizes below, they are not tuned."""
+GATE_UP, DOWN = {"ROWS": 2, "COLUMNS": 1024}, {"ROWS": 1, "COLUMNS": 2048}
+"""Block sizes for a few tokens: rows of a matrix, and most columns that are read at a time."""
+SOME = {"OUTPUTS": 32, "COLUMNS": 128, "num_stages": 4}
+"""Block sizes for some tokens: outputs, and columns read at a time, and how many reads are under way."""
 MANY = {"ROWS": 64, "OUTPUTS": 64}
 """Block sizes for many tokens: slots of one expert, and outputs."""
 BYTES = 128
 """Bytes of each row that are multiplied at a time."""
 MULTIPLE = 16
 """Largest power of two by which differing widths are said to be divisible. The longest reads take 16 bytes."""
+LEAST_ROWS = 16
+"""Least number of rows in a product of the matrix units."""
 TRIALS = 1, 512
 """Numbers of tokens in the trials: the first decides for a few tokens, the second for many."""
 TRIAL_ROUNDS = 5
@@ -64,17 +69,55 @@ class TritonExperts:
             x_TD, slots = (x_TD[:, None] * scales_TS[:, :, None].to(x_TD.dtype)).flatten(0, 1), 1
         return (self.few if is_few else self.many)(x_TD.contiguous(), selection, experts[0], slots)
 
-    def few(self, x_TD: Tensor, selection: Selection, like: Expert, slots: int) -> Tensor:
-        """Compute a few tokens. slots: number of consecutive slots that share a row of x."""
+    def added(self, residual_TD: Tensor, factor: float, x_TD: Tensor, selection: Selection, experts: Any) -> Tensor:
+        """Return residual + factor · Σ_s weight_s · FFN_s(x), [T, D], for the tokens of a step."""
+        self._look_up(experts)
+        tokens, slots = selection.experts.shape
+        if tokens <= SPARSE_MAX_TOKENS or tokens * slots <= len(experts):
+            return self.few(x_TD, selection, experts[0], slots, (residual_TD, factor))
+        return self.some(residual_TD, factor, x_TD, selection, experts[0])
+
+    def few(
+        self,
+        x_TD: Tensor,
+        selection: Selection,
+        like: Expert,
+        slots: int,
+        residual: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        """Compute a few tokens. slots: number of consecutive slots that share a row of x.
+
+        residual: what is added to, [T, D], and the factor of what is added.
+        """
         kernels, (tokens, per_token), hidden = _kernels(), selection.experts.shape, x_TD.shape[1]
         experts_R, weights_R = _flat(selection)
         h_RF = x_TD.new_empty(experts_R.numel(), self._sizes["F"], dtype=torch.float32)
         y_TD = x_TD.new_empty(tokens, hidden)
-        own = {**self._sizes, **FEW}
-        grid = experts_R.numel(), _blocks(self._widest, FEW["ROWS"])
+        grid = experts_R.numel(), _blocks(self._widest, GATE_UP["ROWS"])
+        own = {**self._sizes, **narrowed(GATE_UP, hidden)}
         kernels.gate_up_of_few[grid](x_TD, self._table_NA, experts_R, h_RF, slots, **_clamp(like), **own)
-        grid = tokens, _blocks(hidden, FEW["ROWS"])
-        kernels.down_of_few[grid](h_RF, self._table_NA, experts_R, weights_R, y_TD, per_token, **own)
+        grid = tokens, _blocks(hidden, DOWN["ROWS"])
+        own = {**self._sizes, **narrowed(DOWN, self._widest), "SLOTS": per_token}
+        residual_TD, factor = (y_TD, 1.0) if residual is None else residual
+        given = h_RF, self._table_NA, experts_R, weights_R, residual_TD, y_TD, factor
+        kernels.down_of_few[grid](*given, HAS_RESIDUAL=residual is not None, **own)
+        return y_TD
+
+    def some(self, residual_TD: Tensor, factor: float, x_TD: Tensor, selection: Selection, like: Expert) -> Tensor:
+        """Compute as `added` for some tokens, of which each has an expert once: each expert is read once for all of them."""
+        kernels, (tokens, slots), hidden = _kernels(), selection.experts.shape, x_TD.shape[1]
+        experts_R, weights_R = _flat(selection)
+        h_RF = x_TD.new_empty(tokens * slots, self._sizes["F"])
+        y_RD = x_TD.new_empty(tokens * slots, hidden, dtype=torch.float32)
+        found = {"R": tokens * slots, "WIDE": power_of_two(tokens * slots), "ROWS": max(LEAST_ROWS, power_of_two(tokens))}
+        own = {**self._sizes, **found, **SOME, "COLUMNS": SOME["COLUMNS"] * 2 // x_TD.itemsize}
+        grid = len(self._table_NA), _blocks(self._widest, SOME["OUTPUTS"])
+        kernels.gate_up_of_some[grid](x_TD, self._table_NA, experts_R, h_RF, slots, **_clamp(like), **own)
+        grid = len(self._table_NA), _blocks(hidden, SOME["OUTPUTS"])
+        kernels.down_of_some[grid](h_RF, self._table_NA, experts_R, weights_R, y_RD, **own)
+        y_TD, columns = torch.empty_like(residual_TD), min(GATE_UP["COLUMNS"], power_of_two(hidden))
+        grid = tokens, _blocks(hidden, columns)
+        kernels.add_slots[grid](y_RD, experts_R, residual_TD, y_TD, factor, D=hidden, SLOTS=slots, COLUMNS=columns)
         return y_TD
 
     def many(self, x_TD: Tensor, selection: Selection, like: Expert, slots: int) -> Tensor:
@@ -108,6 +151,11 @@ def sizes(experts: Any) -> dict[str, Any]:
     if len(set(widths)) == 1:
         return made | {"F": widths[0], "MULTIPLE": None}
     return made | {"F": 1 << (max(widths) - 1).bit_length(), "MULTIPLE": math.gcd(MULTIPLE, *widths)}
+
+
+def narrowed(sizes: dict[str, int], columns: int) -> dict[str, int]:
+    """Return block sizes for a matrix with so many columns."""
+    return sizes | {"COLUMNS": min(sizes["COLUMNS"], power_of_two(columns))}
 
 
 def _flat(selection: Selection) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,8 @@ class Rotary:
         self._original_max: int = parameters.get("original_max_position_embeddings", config.max_positions)
         self._max_positions = config.max_positions
         self._frequencies, self._scaling = self._checked(None)
+        self._placed = self._frequencies
+        """The frequencies on the device where they were last needed: a CUDA graph can copy nothing from the host."""
         self._long: tuple[Tensor, float] | None = None
         if self.kind == "longrope":
             # transformers switches the frequencies and keeps the attention factor of the short form.
@@ -102,6 +104,10 @@ class Rotary:
             cosine, sine = torch.where(here, other_cosine, cosine), torch.where(here, other_sine, sine)
         return cosine, sine
 
+    def of_kind(self, kind: str | None) -> Rotary:
+        """Return the embedding of a kind of layer; this one for None."""
+        return self if kind is None else self._of_kinds[kind]
+
     def of_kinds(self, positions_BL: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
         """Return cosines and sines by kind of layer; empty where all layers share them."""
         return {kind: rotary(positions_BL, dtype) for kind, rotary in self._of_kinds.items()}
@@ -110,6 +116,9 @@ class Rotary:
         frequencies, scaling = self._frequencies, self._scaling
         if scale:
             frequencies, scaling = self._long if self._long is not None else self._initialise(scale)
-        angles = positions_BL[:, None, :, None].float() * frequencies.to(positions_BL.device)
+        elif self._placed.device != positions_BL.device:
+            self._placed = frequencies.to(positions_BL.device)
+        placed = frequencies.to(positions_BL.device) if scale else self._placed
+        angles = positions_BL[:, None, :, None].float() * placed
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

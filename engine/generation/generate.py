@@ -31,6 +31,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.checkpoint.tokenizer_checks import tokenizing
+from engine.decoder.gpu_step import use_gpu_steps
 from engine.decoder.kv_cache import KeyValueCache, position_bytes, state_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.prediction import PredictionLayer
@@ -216,6 +217,8 @@ class Engine:
             block.routing = routing
         if place.type == "cuda":
             use_triton(decoder.moe_blocks)
+            if isinstance(decoder, Decoder):
+                use_gpu_steps(decoder)
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
         engine.expert_cache = expert_cache
         engine.kv_cache_dtype, engine.progress, engine.skip_rule = kept, progress, skip_rule

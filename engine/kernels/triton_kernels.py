@@ -1,12 +1,13 @@
-"""A layer's chosen experts on a GPU, in two launches for a few tokens and two for many. All decisions are made on the GPU.
+"""A layer's chosen experts on a GPU, in two or three launches. All decisions are made on the GPU.
 
 Experts stay where they were loaded: a table holds the addresses of their matrices, so nothing is copied together. A slot is
 one expert that one token chose. The program of an empty slot ends before it reads anything. Sums are accumulated in float32,
 each by one program in one order, so that equal inputs give bit-identical results.
 
 A few tokens (decoding) are bound by the bytes of the experts that they chose: each program multiplies a few rows of one
-matrix with one vector. Many tokens (prompts) are sorted by expert and cut into tiles of slots of one expert, which are
-multiplied together.
+matrix with one vector. Some tokens (decoding of several sequences) share experts: each program multiplies some rows of one
+expert's matrix with all tokens that chose it, which it finds itself. Many tokens (prompts) are sorted by expert and cut into
+tiles of slots of one expert, which are multiplied together.
 
 Experts may differ in width. The grids are then made for the widest expert, and programs beyond an expert's own width end at
 once. Only rows of hidden units h have one size, F. MULTIPLE is a divisor of all widths, by which the compiler knows which
@@ -110,20 +111,24 @@ def down_of_few(
     table_NA,
     experts_R,
     weights_R,
+    residual_TD,
     y_TD,
-    slots,
+    factor,
     D: tl.constexpr,
     F: tl.constexpr,
     MULTIPLE: tl.constexpr,
     A: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute y = Σ_slots weight · down·h, for ROWS of one token's D."""
+    """Compute y = Σ_slots weight · down·h, or residual + factor · y, for ROWS of one token's D."""
     token = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     y = tl.zeros((ROWS,), tl.float32)
-    for slot in range(token * slots, (token + 1) * slots):
+    for number in tl.static_range(SLOTS):  # unrolled, so that the next slot's reads do not wait for this one's
+        slot = token * SLOTS + number
         expert = tl.load(experts_R + slot)
         if expert >= 0:
             down_DF, width = _matrix(table_NA, expert, 2, A, y_TD), _width(table_NA, expert, A, F, MULTIPLE)
@@ -136,6 +141,8 @@ def down_of_few(
                 sums += tl.load(down_DF + places, mask=mask, other=0.0).to(tl.float32) * h
             down = _biased(tl.sum(sums, axis=1), table_NA, expert, 2, A, y_TD, rows, rows < D)
             y += tl.load(weights_R + slot) * down
+    if HAS_RESIDUAL:
+        y = tl.load(residual_TD + token * D + rows, mask=rows < D, other=0.0).to(tl.float32) + y * factor
     tl.store(y_TD + token * D + rows, y.to(y_TD.dtype.element_ty), mask=rows < D)
 
 
@@ -220,3 +227,108 @@ def down_of_many(
     y *= tl.load(weights_R + slots, mask=rows < last, other=0.0)[:, None]
     mask = (rows[:, None] < last) & (outputs[None, :] < D)
     tl.store(y_RD + slots[:, None] * D + outputs[None, :], y.to(y_RD.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _slots_of(experts_R, expert, R: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Return the slots of an expert in order, [ROWS], and which of them exist. At most ROWS slots have one expert."""
+    every = tl.arange(0, WIDE)
+    is_own = tl.load(experts_R + every, mask=every < R, other=-1) == expert
+    rank = tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+    rows = tl.arange(0, ROWS)
+    is_row = is_own[None, :] & (rank[None, :] == rows[:, None])
+    slots = tl.sum(tl.where(is_row, every[None, :], 0), axis=1)
+    return slots, rows < tl.sum(is_own.to(tl.int32), axis=0)
+
+
+@triton.jit
+def gate_up_of_some(
+    x_TD,
+    table_NA,
+    experts_R,
+    h_RF,
+    slots,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    A: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    R: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute h of all slots of one expert, OUTPUTS of F. `slots` consecutive slots share a row of x."""
+    expert = tl.program_id(0)
+    width = _width(table_NA, expert, A, F, MULTIPLE)
+    if tl.program_id(1) * OUTPUTS >= width:
+        return
+    own, exists = _slots_of(experts_R, expert, R, WIDE, ROWS)
+    if tl.max(exists.to(tl.int32), axis=0) == 0:
+        return
+    tokens = own // slots
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    gate_FD, up_FD = _matrix(table_NA, expert, 0, A, x_TD), _matrix(table_NA, expert, 1, A, x_TD)
+    gate = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    up = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, D, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        mask = exists[:, None] & (columns[None, :] < D)
+        x = tl.load(x_TD + tokens[:, None] * D + columns[None, :], mask=mask, other=0.0)
+        places, mask = outputs[None, :] * D + columns[:, None], (outputs[None, :] < width) & (columns[:, None] < D)
+        gate = tl.dot(x, tl.load(gate_FD + places, mask=mask, other=0.0), gate, input_precision="ieee")
+        up = tl.dot(x, tl.load(up_FD + places, mask=mask, other=0.0), up, input_precision="ieee")
+    gate = _biased(gate, table_NA, expert, 0, A, x_TD, outputs[None, :], outputs[None, :] < width)
+    up = _biased(up, table_NA, expert, 1, A, x_TD, outputs[None, :], outputs[None, :] < width)
+    h = _gated(gate, up, ALPHA, LIMIT).to(h_RF.dtype.element_ty)
+    tl.store(h_RF + own[:, None] * F + outputs[None, :], h, mask=exists[:, None] & (outputs[None, :] < width))
+
+
+@triton.jit
+def down_of_some(
+    h_RF,
+    table_NA,
+    experts_R,
+    weights_R,
+    y_RD,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    A: tl.constexpr,
+    R: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute weight · down·h in float32 of all slots of one expert, for OUTPUTS of D."""
+    expert = tl.program_id(0)
+    own, exists = _slots_of(experts_R, expert, R, WIDE, ROWS)
+    if tl.max(exists.to(tl.int32), axis=0) == 0:
+        return
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    down_DF, width = _matrix(table_NA, expert, 2, A, h_RF), _width(table_NA, expert, A, F, MULTIPLE)
+    y = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, width, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        h = tl.load(h_RF + own[:, None] * F + columns[None, :], mask=exists[:, None] & (columns[None, :] < width), other=0.0)
+        places, mask = outputs[None, :] * width + columns[:, None], (outputs[None, :] < D) & (columns[:, None] < width)
+        y = tl.dot(h, tl.load(down_DF + places, mask=mask, other=0.0), y, input_precision="ieee")
+    y = _biased(y, table_NA, expert, 2, A, h_RF, outputs[None, :], outputs[None, :] < D)
+    y *= tl.load(weights_R + own, mask=exists, other=0.0)[:, None]
+    tl.store(y_RD + own[:, None] * D + outputs[None, :], y, mask=exists[:, None] & (outputs[None, :] < D))
+
+
+@triton.jit
+def add_slots(y_RD, experts_R, residual_TD, y_TD, factor, D: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute residual + factor · Σ_slots y of one token, for COLUMNS of D. Empty slots are not read."""
+    token, columns = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for number in tl.static_range(SLOTS):
+        slot = token * SLOTS + number
+        is_read = (tl.load(experts_R + slot) >= 0) & (columns < D)
+        total += tl.load(y_RD + slot * D + columns, mask=is_read, other=0.0)
+    total = tl.load(residual_TD + token * D + columns, mask=columns < D, other=0.0).to(tl.float32) + total * factor
+    tl.store(y_TD + token * D + columns, total.to(y_TD.dtype.element_ty), mask=columns < D)

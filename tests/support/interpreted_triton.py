@@ -87,7 +87,8 @@ def chosen_by(tokens: int, slots: int) -> Selection:
 @pytest.fixture
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use several blocks for each row, however short, because the interpreter also spends time on masked values."""
-    monkeypatch.setitem(triton_experts.FEW, "COLUMNS", 32)
+    monkeypatch.setitem(triton_experts.GATE_UP, "COLUMNS", 32)
+    monkeypatch.setitem(triton_experts.DOWN, "COLUMNS", 32)
 
 
 def check(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS: Tensor | None) -> None:
@@ -222,3 +223,26 @@ def test_kernels_serve_where_they_are_right(monkeypatch: pytest.MonkeyPatch, cap
     assert "9 tokens" in record.getMessage() and "an error of 1.0e-02" in record.getMessage()
     x_TD = torch.randn(9, HIDDEN)
     assert torch.equal(blocks[0](x_TD), grouped(x_TD, blocks[0].routing(blocks[0].logits(x_TD)), blocks[0].experts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "biased, clamped"])
+@pytest.mark.parametrize("widths", [(100,), (7, 33, 12, 64, 20)], ids=["one width", "several widths"])
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (6, 3), (20, 4)])
+def test_the_experts_of_a_step_are_added(
+    tokens: int, slots: int, widths: tuple[int, ...], is_plain: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokens share experts, which are then read once; a residual and a factor are part of the sum."""
+    torch.manual_seed(tokens)
+    for sizes in (triton_experts.GATE_UP, triton_experts.DOWN):
+        monkeypatch.setitem(sizes, "COLUMNS", 32)
+    experts = some_experts(dtype, None if is_plain else CLAMPED, (HIDDEN, *widths))
+    x_TD, residual_TD, selection = (
+        torch.randn(tokens, HIDDEN).to(dtype),
+        torch.randn(tokens, HIDDEN).to(dtype),
+        chosen_by(tokens, slots),
+    )
+    y_TD = TritonExperts().added(residual_TD, 0.5, x_TD, selection, experts)
+    exact = residual_TD.double() + 0.5 * sparse(x_TD.double(), selection, experts.double())
+    error = (y_TD.double() - exact).norm() / exact.norm()
+    assert y_TD.dtype == dtype and error < (1e-6 if dtype == torch.float32 else 4e-3)

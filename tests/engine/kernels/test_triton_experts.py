@@ -122,7 +122,10 @@ def test_compiles_for_cards_that_are_not_here(
     assert list(launches.made) == ["gate_up_of_few", "down_of_few", "gate_up_of_many", "down_of_many"]
     for name, (_, given, constants) in launches.made.items():
         kernel = getattr(triton_kernels, name)
-        kinds = [f"*{NAMES[each.dtype]}" if isinstance(each, Tensor) else "i32" for each in given]
+        kinds = [
+            f"*{NAMES[each.dtype]}" if isinstance(each, Tensor) else "fp32" if isinstance(each, float) else "i32"
+            for each in given
+        ]
         signature = dict(zip(kernel.arg_names, kinds + ["constexpr"] * len(constants), strict=True))
         assert set(kernel.arg_names[len(given) :]) == set(constants)
         aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if kind.startswith("*")}
@@ -216,7 +219,7 @@ def test_layers_of_differing_widths_share_compiled_kernels() -> None:
 
 def test_the_grid_is_made_for_the_widest_expert(launches: Launches) -> None:
     experts = some_experts((32, 40, 640, 64), torch.float32)
-    for tokens, kind, rows in ((1, "few", triton_experts.FEW["ROWS"]), (20, "many", triton_experts.MANY["OUTPUTS"])):
+    for tokens, kind, rows in ((1, "few", triton_experts.GATE_UP["ROWS"]), (20, "many", triton_experts.MANY["OUTPUTS"])):
         chosen = Selection(torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2))
         TritonExperts()(torch.zeros(tokens, 32), chosen, experts)
         grid, given, _ = launches.made[f"gate_up_of_{kind}"]
