@@ -13,14 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from engine.decoder.attention import Attention
 from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock
-from engine.decoder.routing import Routing, Selection, TopK, select
+from engine.decoder.routing import Routing, Selection, Skipping, TopK, select
 from engine.decoder.triton_experts import TritonExperts, can_serve, narrowed
 from engine.families.layer_config import Chunk
 from engine.kernels.gpu import power_of_two, step_kernels
@@ -196,26 +196,34 @@ class FeedForwardOnGpu:
         """Return the chosen experts, and the shared expert as the last one."""
         tokens, count = logits_TO.shape[0], self._logits
         logits_TN = logits_TO[:, :count]
-        if type(routing) is not TopK:
+        rule, skipping = (routing.base, routing) if _can_skip(routing) else (routing, None)
+        if type(rule) is not TopK:
             selection = select(routing, normed_TD, logits_TN)
             self.seen = normed_TD, logits_TN, selection
             return selection if block.shared is None else _with_shared(selection, logits_TO, count)
-        slots = min(routing.experts_per_token, count)
+        slots = min(rule.experts_per_token, count)
         shared = 0 if block.shared is None else 1 if block.shared_gate_1D is None else 2
         total = slots + (shared > 0)
         experts_TS = torch.empty(tokens, total, dtype=torch.int64, device=logits_TO.device)
         weights_TS = torch.empty(tokens, total, device=logits_TO.device)
+        gammas = (weights_TS, weights_TS) if skipping is None else (skipping.gamma1_K, skipping.gamma2_NN)
         step_kernels().choose[(tokens,)](
             logits_TO,
+            *gammas,
             experts_TS,
             weights_TS,
-            routing.scale,
+            rule.scale,
+            0.0 if skipping is None else float(skipping.threshold),
             N=count,
             OUTPUTS=logits_TO.shape[1],
             K=slots,
             SHARED=shared,
-            NORMALISES=routing.normalise,
+            NORMALISES=rule.normalise,
+            SKIPS=skipping is not None and bool(skipping.threshold),
+            KEEP=1 if skipping is None else skipping.keep,
+            RESTORES=skipping is not None and skipping.normalise,
             WIDE=power_of_two(count),
+            WIDE_K=power_of_two(total),
         )
         self.seen = normed_TD, logits_TN, Selection(experts_TS[:, :slots], weights_TS[:, :slots])
         return Selection(experts_TS, weights_TS)
@@ -236,6 +244,14 @@ def _router(block: MoeBlock) -> Product:
         rows.append(block.shared_gate_1D.detach())
         bias = None if bias is None else torch.cat([bias.detach(), bias.new_zeros(1)])  # type: ignore[assignment]
     return Product([torch.cat(rows)], [bias])
+
+
+def _can_skip(routing: Routing) -> TypeGuard[Skipping]:
+    """Return whether the kernel of the choice also skips: its tables are in float32, and no token is protected."""
+    if not isinstance(routing, Skipping) or routing.importance_1 is not None or isinstance(routing.threshold, Tensor):
+        return False
+    gammas = routing.gamma1_K, routing.gamma2_NN
+    return all(gamma.dtype == torch.float32 and gamma.is_contiguous() for gamma in gammas)
 
 
 def _with_shared(selection: Selection, logits_TO: Tensor, count: int) -> Selection:

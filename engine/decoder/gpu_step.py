@@ -73,7 +73,7 @@ class GpuStep:
         self._caches_L3 = torch.zeros(len(config.layers), 3, dtype=torch.int64, device=decoder.device)
         self._cache_at: list[list[int]] = []
         self._prompts: PromptGraphs | None = None
-        self._failed: set[str] = set()
+        self.failed: set[str] = set()
         """What failed on this GPU, and runs layer by layer since: "decoding", "prompts"."""
 
     def __call__(
@@ -85,7 +85,7 @@ class GpuStep:
         `Decoder.hidden_states`.
         """
         what = "decoding" if tokens_BL.shape[1] == 1 else "prompts"
-        if cache is None or what in self._failed or not self._knows(cache, choice):
+        if cache is None or what in self.failed or not self._knows(cache, choice):
             return None
         if what == "prompts":
             return self._prompt(tokens_BL, real_BP, cache, choice)
@@ -110,7 +110,7 @@ class GpuStep:
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return the head's product with hidden states […, D] of a step, [… , V]; None if torch must compute it."""
         rows = hidden.numel() // hidden.shape[-1]
-        if "decoding" in self._failed or torch.is_grad_enabled() or not 1 <= rows <= MOST_SEQUENCES:
+        if "decoding" in self.failed or torch.is_grad_enabled() or not 1 <= rows <= MOST_SEQUENCES:
             return None
         return self._head(hidden.reshape(rows, -1).contiguous()).view(*hidden.shape[:-1], -1)
 
@@ -156,7 +156,7 @@ class GpuStep:
     def _fail(self, what: str, error: Exception) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         _log.warning("%s: the layers run one by one, because a graph failed on this GPU (%s)", what, reason)
-        self._failed.add(what)
+        self.failed.add(what)
 
     def _follow_routings(self) -> None:
         """Forget the graphs of other routings."""
@@ -360,6 +360,8 @@ def _pays(decoder: Decoder, step: GpuStep, is_timed: bool) -> bool:
         made.append(torch.cat(states)[:, 0].float())
         seconds.append(took)
     decoder.gpu_step = None
+    if step.failed:
+        return False
     # The median, because a token whose experts are nearly equal may take another one.
     error = float(((made[1] - made[0]).norm(dim=1) / made[0].norm(dim=1)).median())
     if not error <= TOLERANCE * torch.finfo(decoder.dtype).eps:  # also refuses NaN

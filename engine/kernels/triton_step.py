@@ -361,45 +361,63 @@ def join_splits(
 @triton.jit
 def choose(
     logits_TO,
+    gamma1_K,
+    gamma2_NN,
     experts_TK,
     weights_TK,
     scale,
+    threshold,
     N: tl.constexpr,
     OUTPUTS: tl.constexpr,
     K: tl.constexpr,
     SHARED: tl.constexpr,
     NORMALISES: tl.constexpr,
+    SKIPS: tl.constexpr,
+    KEEP: tl.constexpr,
+    RESTORES: tl.constexpr,
     WIDE: tl.constexpr,
+    WIDE_K: tl.constexpr,
 ):
-    """Choose the K largest of a softmax over N logits of one token (routing.TopK), of which each row has O.
+    """Choose the K largest of a softmax over N logits of one token (routing.TopK), of which each row has OUTPUTS.
 
-    SHARED: 0, or 1 for a further slot of expert N with weight one, or 2 with the sigmoid of its logit.
+    SHARED: 0, or 1 for a further slot of expert N with weight one, or 2 with the sigmoid of its logit. SKIPS: whether slots
+    from KEEP on are skipped as in routing.Skipping, and RESTORES whether the others then have all the weight.
     """
     token = tl.program_id(0)
-    experts = tl.arange(0, WIDE)
+    experts, slots = tl.arange(0, WIDE), tl.arange(0, WIDE_K)
     logits = tl.load(logits_TO + token * OUTPUTS + experts, mask=experts < N, other=float("-inf")).to(tl.float32)
     shares = tl.exp(logits - tl.max(logits, axis=0))
     shares = tl.where(experts < N, shares / tl.sum(shares, axis=0), -1.0)
-    slots: tl.constexpr = K + (SHARED > 0)
-    total = 0.0
-    rest = shares
+    chosen = tl.full((WIDE_K,), -1, tl.int32)
+    weights = tl.zeros((WIDE_K,), tl.float32)
     for slot in tl.static_range(K):
-        best = tl.argmax(rest, axis=0)
-        total += tl.max(rest, axis=0)
-        tl.store(experts_TK + token * slots + slot, best.to(tl.int64))
-        rest = tl.where(experts == best, -2.0, rest)
-    rest = shares
-    for slot in tl.static_range(K):
-        share = tl.max(rest, axis=0)
-        weight = share / total * scale if NORMALISES else share * scale
-        tl.store(weights_TK + token * slots + slot, weight)
-        rest = tl.where(experts == tl.argmax(rest, axis=0), -2.0, rest)
+        best = tl.argmax(shares, axis=0)
+        chosen = tl.where(slots == slot, best, chosen)
+        weights = tl.where(slots == slot, tl.max(shares, axis=0), weights)
+        shares = tl.where(experts == best, -2.0, shares)
+    if NORMALISES:
+        weights = weights / tl.sum(weights, axis=0)
+    weights = weights * scale
+    if SKIPS:
+        first = tl.sum(tl.where(slots == 0, chosen, 0), axis=0)
+        largest = tl.sum(tl.where(slots == 0, weights, 0.0), axis=0)
+        later = (slots > 0) & (slots < K)
+        gamma = tl.load(gamma1_K + slots - 1, mask=later, other=0.0)
+        gamma *= tl.load(gamma2_NN + first * N + chosen, mask=later, other=0.0)
+        skipped = later & (slots >= KEEP) & (weights < threshold * gamma * largest)
+        left = tl.where(skipped, 0.0, weights)
+        if RESTORES:
+            restored = left * (tl.sum(weights, axis=0) / tl.sum(left, axis=0))
+            left = tl.where(tl.max(skipped.to(tl.int32), axis=0) > 0, restored, left)
+        chosen, weights = tl.where(skipped, -1, chosen), left
+    places = token * (K + (SHARED > 0)) + slots
     if SHARED > 0:
         weight = 1.0
         if SHARED == 2:
             weight = tl.sigmoid(tl.load(logits_TO + token * OUTPUTS + N).to(tl.float32))
-        tl.store(experts_TK + token * slots + K, N)
-        tl.store(weights_TK + token * slots + K, weight)
+        chosen, weights = tl.where(slots == K, N, chosen), tl.where(slots == K, weight, weights)
+    tl.store(experts_TK + places, chosen.to(tl.int64), mask=slots < K + (SHARED > 0))
+    tl.store(weights_TK + places, weights, mask=slots < K + (SHARED > 0))
 
 
 @triton.jit

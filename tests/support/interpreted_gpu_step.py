@@ -5,6 +5,7 @@ On a GPU they run as they are, with CUDA graphs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +142,14 @@ def test_paged(family: str, tmp_path: Path) -> None:
     assert torch.allclose(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
-def test_skipping_and_its_observers(tmp_path: Path) -> None:
-    decoder = opened("qwen2_moe", tmp_path)
+@pytest.mark.parametrize(("family", "threshold", "keep"), [("qwen2_moe", 0.9, 1), ("mixtral", 0.8, 1), ("olmoe", 1.2, 2)])
+def test_skipping_and_its_observers(family: str, threshold: float, keep: int, tmp_path: Path) -> None:
+    decoder = opened(family, tmp_path)
     for block in decoder.moe_blocks:
-        gamma1, gamma2 = (torch.ones(size, device=PLACE) for size in ((3,), (len(block.experts),) * 2))
+        gamma1, gamma2 = (0.5 + torch.rand(size, device=PLACE) for size in ((7,), (len(block.experts),) * 2))
         assert isinstance(block.routing, TopK)
-        block.routing = Skipping(block.routing, gamma1, gamma2, 0.9, block.routing.normalise)
+        rule = replace(block.routing, experts_per_token=keep + 1)
+        block.routing = Skipping(rule, gamma1, gamma2, threshold, block.routing.normalise, keep)
     tokens_BP, seen = some_tokens(decoder, 2, 8 + STEPS), []
     for step in (None, GpuStep(decoder)):
         chosen: list[Tensor] = []
