@@ -184,7 +184,7 @@ class LayerCollector:
         self.weighted_norm[expert] += (weight_R.double() * norms_R).sum()
         self.norm[expert] += norms_R.sum()
         self.squared_norm[expert] += norms_R.square().sum()
-        self.output[expert] += output_RD.sum(0, dtype=torch.float64 if output_RD.is_cpu else torch.float32)
+        self.output[expert] += output_RD.sum(0, dtype=torch.float64)
 
     def statistics(self, before_MTT: Tensor | None = None) -> tuple[LayerStatistics, Tensor]:
         """Run every expert on the sample; return (the LayerStatistics, Gram matrices [N, T, T] for the next layer).

@@ -16,7 +16,7 @@ Shape suffixes: I items, O options, F expert width, B widths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -169,6 +169,7 @@ def table(
     multiple: int | None,
     least_experts: int,
     keeps_plain: bool,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Table:
     """Return the table.
 
@@ -179,7 +180,8 @@ def table(
     whether matrices may stay as they are.
     """
     plain, items = {PLAIN_BITS: 0.0} if keeps_plain else {}, []
-    for layer, own_scores in scores.items():
+    for layer in progress(list(scores)):
+        own_scores = scores[layer]
         whole = torch.tensor([float(own.sum()) for own in own_scores])
         staying = set(whole.argsort(descending=True, stable=True)[:least_experts].tolist())
         for number, score_F in enumerate(own_scores):

@@ -111,6 +111,7 @@ def table_of(run: FitRun, scores: Mapping[int, Sequence[Tensor]]) -> Table:
         multiple=budget.unit_multiple if options.remove_units else None,
         least_experts=budget.min_experts,
         keeps_plain=PLAIN_BITS in options.bits,
+        progress=run.bar("options (layers)"),
     )
 
 

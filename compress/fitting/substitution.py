@@ -49,10 +49,9 @@ def squared_error(source: Checkpoint, names: Collection[str], scheme: Scheme) ->
     total = 0.0
     for name in names:
         weight_OD = source.tensor(name)
-        every = max(1, len(weight_OD) // ERROR_ROWS)
-        rows_OD = weight_OD[::every][:ERROR_ROWS].float()
+        rows_OD = weight_OD[:: -(-len(weight_OD) // ERROR_ROWS)].float()
         off_OD = quantise(rows_OD, *scheme, source.model_dtype).dequantised(torch.float32) - rows_OD
-        total += every * float(off_OD.square().sum(dtype=torch.float64))
+        total += len(weight_OD) / len(rows_OD) * float(off_OD.square().sum(dtype=torch.float64))
     source.release()
     return total
 

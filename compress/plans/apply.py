@@ -420,8 +420,15 @@ def planned_tensors(
 
 
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype of a tensor: that of the source's tensor of this name or, without one, that of the embeddings."""
-    return checkpoint.dtype(name) if name in checkpoint.shapes else checkpoint.model_dtype
+    """Return the dtype of a tensor: that of the source's tensor of this name or, without one, that of its routed experts.
+
+    Tensors without one in the source are made from experts, such as the FFN of a dense result.
+    """
+    if name in checkpoint.shapes:
+        return checkpoint.dtype(name)
+    layers = checkpoint.config.moe_layers
+    routed = expert_tensor(checkpoint.config.architecture, layers[0], 0, DOWN) if layers else ""
+    return checkpoint.dtype(routed) if routed in checkpoint.shapes else checkpoint.model_dtype
 
 
 def _origins(plan: Plan, checkpoint: Checkpoint) -> dict[str, str]:

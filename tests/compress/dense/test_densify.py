@@ -110,6 +110,16 @@ def test_weights_that_the_model_does_not_normalise_are_folded_too(tmp_path: Path
     assert float((logits(tmp_path / "out") - logits(tmp_path / "model")).abs().max()) <= 1e-5
 
 
+def test_the_dense_ffns_have_the_dtype_of_the_experts(place: Path) -> None:
+    path = place / "model" / "model.safetensors"
+    tensors = {name: tensor.bfloat16() if "experts" in name else tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    run(*DENSIFY)
+    made = load_file(place / "out" / "model.safetensors")
+    assert made["model.embed_tokens.weight"].dtype == torch.float32
+    assert {tensor.dtype for name, tensor in made.items() if ".mlp." in name} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_every_selection_from_one_statistics_file(place: Path, select: str) -> None:
     run("calibrate", "model", *CALIBRATION, "-o", "statistics")

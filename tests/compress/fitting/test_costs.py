@@ -153,9 +153,12 @@ def test_the_squared_error_of_some_rows_stands_for_all(checkpoint: Checkpoint, m
     weights = [checkpoint.tensor(name).float() for name in names]
     off = [quantise(own, *scheme, checkpoint.model_dtype).dequantised(torch.float32) - own for own in weights]
     assert squared_error(checkpoint, names, scheme) == pytest.approx(sum(float(own.square().sum()) for own in off))
-    monkeypatch.setattr("compress.fitting.substitution.ERROR_ROWS", 8)
-    every = [len(own) // 8 for own in weights]
-    some = sum(step * float(own[::step][:8].square().sum()) for step, own in zip(every, off, strict=True))
+    assert {len(own) % 7 for own in weights} != {0}, "the rows are no multiple of those that are read"
+    monkeypatch.setattr("compress.fitting.substitution.ERROR_ROWS", 7)
+    steps = [-(-len(own) // 7) for own in off]
+    read = [own[::step] for step, own in zip(steps, off, strict=True)]
+    some = sum(len(own) / len(rows) * float(rows.square().sum()) for own, rows in zip(off, read, strict=True))
+    assert all(len(rows) <= 7 for rows in read)
     assert squared_error(checkpoint, names, scheme) == pytest.approx(some)
 
 
