@@ -318,7 +318,7 @@ def attend(
         return mixed.reshape(batch, heads, 1, -1)
     if multiplies_bfloat16(query_BHLE) and not torch.is_grad_enabled():
         return attend_in_blocks(query_BHLE, key_BGPE, value_BGPV, mask, scale)
-    if heads != groups and mask is None and query_BHLE.is_cuda and not torch.is_grad_enabled():
+    if heads != groups and mask is None and _reads_groups(query_BHLE):
         return F.scaled_dot_product_attention(
             query_BHLE, key_BGPE, value_BGPV, is_causal=True, scale=scale, enable_gqa=True
         )  # the kernels for GPUs read each group once
@@ -328,6 +328,13 @@ def attend(
     return F.scaled_dot_product_attention(
         query_BHLE, key_BGPE, value_BGPV, attn_mask=mask, is_causal=mask is None, scale=scale
     )
+
+
+def _reads_groups(query: Tensor) -> bool:
+    """Return whether torch's attention reads each group of heads once without holding all scores: its flash kernels do."""
+    if not query.is_cuda or torch.is_grad_enabled() or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def attend_in_blocks(

@@ -28,6 +28,8 @@ from engine.kernels.gpu import power_of_two, step_kernels
 PRODUCT = {"ROWS": 4, "COLUMNS": 1024}
 """Block sizes of products with few tokens: outputs, and most inputs that are read at a time."""
 PRODUCT_OF_MANY = {"ROWS": 16, "COLUMNS": 256}
+PIPELINED_ROWS = 32
+"""Most tokens with which a product of many has three reads under way."""
 KEYS = 64
 """Keys that are multiplied at a time."""
 MOST_SPLITS, PROGRAMS_PER_PROCESSOR = 64, 4
@@ -79,6 +81,7 @@ class Product:
             sizes["T"] = max(LEAST_PRODUCT, power_of_two(tokens))
             grid = (-(-self._outputs // PRODUCT_OF_MANY["ROWS"]),)
             columns = PRODUCT_OF_MANY["COLUMNS"] * 2 // x_TI.itemsize
+            sizes |= {"num_stages": 2} if sizes["T"] > PIPELINED_ROWS else {}  # more do not fit into the memory of a program
             sizes |= narrowed(PRODUCT_OF_MANY | {"COLUMNS": columns}, max(LEAST_PRODUCT, self._inputs))
             step_kernels().products_of_many[grid](*given, tokens, epsilon, factor, **sizes)
         return y_TO
@@ -272,30 +275,35 @@ def serves(layer: Any) -> bool:
         return False
     if layer.residuals is not None or layer.output_norms is not None or layer.scalar_1 is not None:
         return False
-    return _serves_attention(attention) and _serves_feed_forward(ffn)
+    norm = layer.attention_norm
+    return _serves_attention(attention, norm) and _serves_feed_forward(ffn, norm)
 
 
-def _serves_attention(attention: Attention) -> bool:
+def _serves_attention(attention: Attention, norm: Tensor) -> bool:
     if attention.has_gate or attention.value is None or attention.value_norm or attention.pairs:
         return False
     if attention.unit_norm or attention.clip is not None or attention.zero_centered:
         return False
     weights = [attention.query, attention.key, attention.value, attention.output]
-    if not all(map(_is_plain, weights)):
+    biases = [attention.query_bias, attention.key_bias, attention.value_bias, attention.output_bias]
+    extras = [part for part in (*biases, attention.query_norm, attention.key_norm) if part is not None]
+    if not all(is_plain(weight, norm.dtype) for weight in weights) or any(part.dtype != norm.dtype for part in extras):
         return False
     starts = attention.query_heads * attention.head_dimension, attention.key_heads * attention.head_dimension
     return math.gcd(*starts) % max(PRODUCT["ROWS"], PRODUCT_OF_MANY["ROWS"]) == 0
 
 
-def _is_plain(weight: Any) -> bool:
-    known = isinstance(weight, Tensor) and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return known and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+def is_plain(weight: Any, dtype: torch.dtype) -> bool:
+    """Return whether the kernels read this matrix beside activations of this dtype."""
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and isinstance(weight, Tensor) and weight.dtype == dtype
+    return known and weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.numel() < 2**31
 
 
-def _serves_feed_forward(ffn: MoeBlock | Expert) -> bool:
-    if not can_serve(experts_of(ffn)):
+def _serves_feed_forward(ffn: MoeBlock | Expert, norm: Tensor) -> bool:
+    experts = experts_of(ffn)
+    if not can_serve(experts) or experts[0].up_FD.dtype != norm.dtype:
         return False
     if isinstance(ffn, Expert):
-        return ffn.unit_observer is None
+        return True
     plain = ffn.gate_hidden_HD is None and ffn.own_norms is None and not ffn.scales_inputs and ffn.residency is None
-    return plain and _is_plain(ffn.router_ND)
+    return plain and is_plain(ffn.router_ND, norm.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.decoder.attention import Cache
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
-from engine.kernels.gpu import power_of_two
+from engine.kernels.gpu import power_of_two, recorded
 
 LONGEST, SHORTEST = 512, 16
 """Numbers of positions of the longest and of the shortest graph."""
@@ -27,9 +27,14 @@ LONGEST, SHORTEST = 512, 16
 class PromptGraphs:
     """Graphs of the first piece of a text, by length."""
 
-    def __init__(self, read: Callable[[Tensor, KeyValueCache], Tensor], new_cache: Callable[[int], KeyValueCache]) -> None:
+    def __init__(
+        self,
+        read: Callable[[Tensor, KeyValueCache], Tensor],
+        new_cache: Callable[[int], KeyValueCache],
+        pool: Any,
+    ) -> None:
         """read: returns the hidden states [1, L, D] of tokens [1, L], which it reads into a cache. new_cache: makes one."""
-        self._read, self._new_cache = read, new_cache
+        self._read, self._new_cache, self._pool = read, new_cache, pool
         self._graphs: dict[int, tuple[Tensor, KeyValueCache, Tensor, torch.cuda.CUDAGraph | None]] = {}
 
     def __call__(self, tokens_1L: Tensor, cache: Cache) -> Tensor:
@@ -54,11 +59,9 @@ class PromptGraphs:
         hidden_1LD = self._whole(own_1L, own_cache)  # compiles the kernels
         if not own_1L.is_cuda:
             return own_1L, own_cache, hidden_1LD, None
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            hidden_1LD = self._whole(own_1L, own_cache)
-        return own_1L, own_cache, hidden_1LD, graph
+        made: list[Tensor] = []
+        graph = recorded(lambda: made.append(self._whole(own_1L, own_cache)), self._pool)
+        return own_1L, own_cache, made[0], graph
 
     def _whole(self, own_1L: Tensor, own_cache: KeyValueCache) -> Tensor:
         own_cache.length = 0
@@ -66,13 +69,13 @@ class PromptGraphs:
 
 
 def serves_prompt(tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache) -> bool:
-    """Return whether these are the first tokens of one text, and short enough."""
+    """Return whether these are the first tokens of one text, short enough, and with room in the cache."""
     batch, length = tokens_BL.shape
     if batch != 1 or not 1 < length <= LONGEST or real_BP is not None:
         return False
     if isinstance(cache, PagedBatch):
         return not cache.is_step and len(cache.past) == 1 and cache.past[0] == 0
-    return cache.length == 0
+    return cache.length == 0 and length <= cache.capacity
 
 
 def _copy(source: KeyValueCache, target: Cache, length: int) -> None:

@@ -90,8 +90,11 @@ class Steps(Protocol):
     ) -> Tensor | None:
         """Return what `Decoder.hidden_states` returns; None if the layers must run."""
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
+    def logits(self, hidden: Tensor, choice: KernelChoice) -> Tensor | None:
         """Return the head's product with hidden states […, D]; None if torch must compute it."""
+
+    def forget(self) -> None:
+        """Read all weights anew."""
 
 
 class DecoderLayer(nn.Module):
@@ -181,7 +184,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config)
         self._step = DecodeStep(config, self.layers)
         self.gpu_step: Steps | None = None
-        """What runs steps of decoding on a GPU in place of the layers, if it can."""
+        """Runs steps of decoding on a GPU in place of the layers, if it can."""
         self.watch: Callable[[Tensor], None] | None = None
         """Called with the hidden states [B, L, D] of each forward pass after the last norm."""
         self.checkpoint_activations = False
@@ -242,6 +245,8 @@ class Decoder(nn.Module):
     def weights_changed(self) -> None:
         """Make the next compiled step read all weights anew. It is needed after weights were changed in place."""
         self._step.forget()
+        if self.gpu_step is not None:
+            self.gpu_step.forget()
 
     @property
     def moe_blocks(self) -> list[MoeBlock]:
@@ -339,7 +344,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Return the logits […, V] of hidden states […, D] after the last norm."""
-        if self.gpu_step is not None and (logits := self.gpu_step.logits(hidden)) is not None:
+        if self.gpu_step is not None and (logits := self.gpu_step.logits(hidden, choice)) is not None:
             return capped(logits, self.logit_cap)
         return capped(linear(hidden, self.head, self.head_bias_V, choice), self.logit_cap)
 

@@ -189,6 +189,13 @@ class PagedBatch:
         slots = [blocks[place // size] * size + place % size for blocks, place in places]
         return torch.tensor(slots, device=self.cache.stored.keys[0].device)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether every sequence has the block of its last new position."""
+        size = self.cache.pool.block_size
+        own = zip(self._tables, self.past, self.new, strict=True)
+        return all(past + new <= len(table.blocks) * size for table, past, new in own)
+
     def addresses(self, layer: int) -> list[int]:
         """Return the addresses of one layer's keys and values, for the compiled kernels."""
         row = self.cache.rows[layer]

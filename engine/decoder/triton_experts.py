@@ -109,12 +109,12 @@ class TritonExperts:
         experts_R, weights_R = _flat(selection)
         h_RF = x_TD.new_empty(tokens * slots, self._sizes["F"])
         y_RD = x_TD.new_empty(tokens * slots, hidden, dtype=torch.float32)
-        found = {"R": tokens * slots, "WIDE": power_of_two(tokens * slots), "ROWS": max(LEAST_ROWS, power_of_two(tokens))}
+        found = {"WIDE": power_of_two(tokens * slots), "ROWS": max(LEAST_ROWS, power_of_two(tokens))}
         own = {**self._sizes, **found, **SOME, "COLUMNS": SOME["COLUMNS"] * 2 // x_TD.itemsize}
         grid = len(self._table_NA), _blocks(self._widest, SOME["OUTPUTS"])
-        kernels.gate_up_of_some[grid](x_TD, self._table_NA, experts_R, h_RF, slots, **_clamp(like), **own)
+        kernels.gate_up_of_some[grid](x_TD, self._table_NA, experts_R, h_RF, slots, tokens * slots, **_clamp(like), **own)
         grid = len(self._table_NA), _blocks(hidden, SOME["OUTPUTS"])
-        kernels.down_of_some[grid](h_RF, self._table_NA, experts_R, weights_R, y_RD, **own)
+        kernels.down_of_some[grid](h_RF, self._table_NA, experts_R, weights_R, y_RD, tokens * slots, **own)
         y_TD, columns = torch.empty_like(residual_TD), min(GATE_UP["COLUMNS"], power_of_two(hidden))
         grid = tokens, _blocks(hidden, columns)
         kernels.add_slots[grid](y_RD, experts_R, residual_TD, y_TD, factor, D=hidden, SLOTS=slots, COLUMNS=columns)

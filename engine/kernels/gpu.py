@@ -1,8 +1,10 @@
-"""Where the Triton kernels of a step serve other passes too: norms of prompts on a GPU."""
+"""Shared by all passes on a GPU: the kernels of a step, which compute the norms of prompts too, and graphs."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ _log = logging.getLogger(__name__)
 
 WIDEST_NORM = 1 << 14
 """Most numbers of a row that one program of the kernel of norms reads."""
+_RECORDING = threading.Lock()
 
 
 @cache
@@ -28,6 +31,20 @@ def step_kernels() -> Any:
 def power_of_two(number: int) -> int:
     """Return the least power of two that is no smaller."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def recorded(launch: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """Return what `launch` launches as a graph, in memory of `pool` (torch.cuda.graph_pool_handle).
+
+    It has to have run once before. A process may record one graph at a time. After a failure, the caller has its own
+    stream again.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with _RECORDING:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            launch()
+    return graph
 
 
 def rms_norm_on_gpu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:

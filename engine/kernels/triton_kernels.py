@@ -230,7 +230,7 @@ def down_of_many(
 
 
 @triton.jit
-def _slots_of(experts_R, expert, R: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+def _slots_of(experts_R, expert, R, WIDE: tl.constexpr, ROWS: tl.constexpr):
     """Return the slots of an expert in order, [ROWS], and which of them exist. At most ROWS slots have one expert."""
     every = tl.arange(0, WIDE)
     is_own = tl.load(experts_R + every, mask=every < R, other=-1) == expert
@@ -248,13 +248,13 @@ def gate_up_of_some(
     experts_R,
     h_RF,
     slots,
+    R,
     D: tl.constexpr,
     F: tl.constexpr,
     MULTIPLE: tl.constexpr,
     A: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    R: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -293,11 +293,11 @@ def down_of_some(
     experts_R,
     weights_R,
     y_RD,
+    R,
     D: tl.constexpr,
     F: tl.constexpr,
     MULTIPLE: tl.constexpr,
     A: tl.constexpr,
-    R: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,

@@ -5,7 +5,7 @@ beside its experts into six: queries, keys and values from the norm of x; attent
 joined parts; the output projection with the residual; the router; its choice. Nothing depends on a number that the host
 knows, so that a CUDA graph of the step serves any length (engine/decoder/gpu_step.py).
 
-Sums are in float32, each by one program in one order. Intermediate results are rounded where torch rounds them.
+Sums are in float32, each by one program in one order. Normed and rotated values are rounded where torch rounds them.
 
 Shape suffixes: T tokens, one for each sequence, I inputs and O outputs of a product, H query heads, G key-value heads, E
 head dimension, R its rotated dimensions, N experts, S splits of a text, K experts of a token, M blocks of a cache, X
@@ -388,10 +388,13 @@ def choose(
     logits = tl.load(logits_TO + token * OUTPUTS + experts, mask=experts < N, other=float("-inf")).to(tl.float32)
     shares = tl.exp(logits - tl.max(logits, axis=0))
     shares = tl.where(experts < N, shares / tl.sum(shares, axis=0), -1.0)
+    # Experts whose shares are no numbers are chosen in their order, with weights that are no numbers either.
+    is_lost = tl.max((shares != shares).to(tl.int32), axis=0) > 0
+    shares = tl.where(shares == shares, shares, 0.0)
     chosen = tl.full((WIDE_K,), -1, tl.int32)
     weights = tl.zeros((WIDE_K,), tl.float32)
     for slot in tl.static_range(K):
-        best = tl.argmax(shares, axis=0)
+        best = tl.minimum(tl.argmax(shares, axis=0), N - 1)
         chosen = tl.where(slots == slot, best, chosen)
         weights = tl.where(slots == slot, tl.max(shares, axis=0), weights)
         shares = tl.where(experts == best, -2.0, shares)
@@ -410,6 +413,7 @@ def choose(
             restored = left * (tl.sum(weights, axis=0) / tl.sum(left, axis=0))
             left = tl.where(tl.max(skipped.to(tl.int32), axis=0) > 0, restored, left)
         chosen, weights = tl.where(skipped, -1, chosen), left
+    weights = tl.where(is_lost, float("nan"), weights)
     places = token * (K + (SHARED > 0)) + slots
     if SHARED > 0:
         weight = 1.0
@@ -423,7 +427,7 @@ def choose(
 @triton.jit
 def norm_rows(x_TI, norm_I, y_TI, epsilon, INPUTS: tl.constexpr, WIDE: tl.constexpr):
     """Compute the RMS norm of one token."""
-    token, here = tl.program_id(0), tl.arange(0, WIDE)
+    token, here = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)  # a prompt may have many numbers
     x = tl.load(x_TI + token * INPUTS + here, mask=here < INPUTS, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / INPUTS + epsilon)
     norm = tl.load(norm_I + here, mask=here < INPUTS, other=0.0).to(tl.float32)

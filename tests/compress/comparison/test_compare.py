@@ -121,6 +121,7 @@ def test_skipping_is_compared_on_the_same_documents(place: Path) -> None:
     assert 0 < row["perplexity_without_skipping_stderr"] != row["perplexity_stderr"]
 
 
+@pytest.mark.slow
 def test_speed_comes_from_processes_of_their_own(place: Path) -> None:
     asked = options(place, "model", "dense", speed=True, prompt_tokens=16, generated_tokens=4, repetitions=1, threads=1)
     rows = compare(replace(asked, text=replace(asked.text, evaluation_samples=0)))["rows"]

@@ -333,6 +333,7 @@ for argument in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_results_where_this_package_is_not_importable(tmp_path: Path) -> None:
     cases = dict.fromkeys(("mixtral", "qwen3_moe", "deepseek_v3"), "plain") | {"olmoe": "code"}
     for family, loading in cases.items():

@@ -109,6 +109,7 @@ def assert_random_schemas_hold(engine: Engine, seeds: range) -> None:
         jsonschema_rs.validate(schema, json.loads(each.text))
 
 
+@pytest.mark.slow
 def test_random_schemas_hold(engine: Engine) -> None:
     assert_random_schemas_hold(engine, range(40))
 

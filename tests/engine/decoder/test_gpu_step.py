@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from engine.decoder.gpu_layers import Product
 from engine.decoder.gpu_step import GpuStep, can_step, use_gpu_steps
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
-from engine.kernels.kernel_choice import DECODING
+from engine.decoder.routing import GroupedTopK
+from engine.kernels.kernel_choice import DECODING, PROMPT
 from engine.kernels.stored.quantized_weight import frozen, quantise
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +76,7 @@ def opened(family: str, place: Path, dtype: torch.dtype = torch.float32) -> Deco
 @pytest.mark.slow
 @pytest.mark.parametrize("card", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("family", "batch"), [("qwen2_moe", 1), ("qwen3_moe", 6), ("olmoe", 2), ("gpt_oss", 1)])
+@pytest.mark.parametrize(("family", "batch"), [("qwen2_moe", 1), ("qwen3_moe", 64), ("olmoe", 2), ("gpt_oss", 6)])
 def test_compiles_for_cards_that_are_not_here(
     family: str, batch: int, dtype: torch.dtype, card: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +156,73 @@ def test_kernels_that_fail_leave_it_to_the_layers(
     with caplog.at_level(logging.WARNING):
         use_gpu_steps(decoder)
     assert decoder.gpu_step is None
-    assert "the layers run one by one, because a graph failed on this GPU (" in caplog.text
+    assert "layer by layer, because a graph failed on this GPU (" in caplog.text
+
+
+@needs_triton
+def test_an_error_of_the_trial_leaves_no_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("COMPRESS_KERNELS", "compiled")
+    decoder, calls = opened("mixtral", tmp_path), 0
+
+    def full(*given: Any) -> KeyValueCache:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise MemoryError("out of memory")
+        return KeyValueCache(*given)
+
+    monkeypatch.setattr(gpu_step, "KeyValueCache", full)
+    use_gpu_steps(decoder)
+    assert decoder.gpu_step is None and "its trial failed on this GPU (MemoryError: out of memory)" in caplog.text
+
+
+def test_a_decoder_goes_with_its_last_reference(tmp_path: Path) -> None:
+    decoder = opened("mixtral", tmp_path)
+    decoder.gpu_step = GpuStep(decoder)
+    weight, gone = decoder.norm, []
+    finalize(weight, gone.append, True)
+    gc.collect()
+    gc.disable()
+    try:
+        del decoder, weight
+        assert gone, "a cycle of references keeps the weights"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda decoder: setattr(decoder, "watch", print),
+        lambda decoder: setattr(decoder.moe_blocks[1], "expert_observer", print),
+        lambda decoder: setattr(decoder.moe_blocks[1].experts[0], "unit_observer", None),
+        lambda decoder: setattr(decoder.moe_blocks[1], "routing", GroupedTopK(2, ((0, 1, 2), (3, 4, 5)), 1)),
+    ],
+    ids=["a watcher", "an observer of experts", "none", "groups of experts"],
+)
+def test_which_passes_are_refused(change: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A pass that a graph cannot repeat runs through the layers; without the change, it reaches the kernels."""
+    decoder = opened("mixtral", tmp_path)
+    step, cache = GpuStep(decoder), KeyValueCache(decoder.config, 1, 3, torch.float32)
+    token_11 = torch.zeros(1, 1, dtype=torch.int64)
+    change(decoder)
+    with torch.inference_mode():
+        assert step(token_11, None, cache, DECODING) is None
+        assert bool(step.failed) == request.node.callspec.id.startswith("none"), "there is no GPU, so the kernels fail"
+    with torch.no_grad():
+        assert GpuStep(decoder)(token_11, None, cache, DECODING) is None
+
+
+def test_a_full_cache_is_left_to_the_layers(tmp_path: Path) -> None:
+    decoder = opened("mixtral", tmp_path)
+    step, cache = GpuStep(decoder), KeyValueCache(decoder.config, 1, 3, torch.float32)
+    cache.length = 3
+    with torch.inference_mode():
+        assert step(torch.zeros(1, 1, dtype=torch.int64), None, cache, DECODING) is None
+        assert step(torch.zeros(1, 2, dtype=torch.int64), None, cache, PROMPT) is None
+    assert not step.failed
 
 
 def test_torch_alone_has_no_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

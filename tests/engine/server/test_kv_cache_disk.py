@@ -96,6 +96,7 @@ def test_keys_find_their_own_prompts_after_a_restart_and_nobody_elses(directory:
         assert ask(url, "delta") == (text, 0), "the only key of a server may be another client's than before"
 
 
+@pytest.mark.slow
 def test_a_process_writes_its_cache_when_a_signal_ends_it(directory: Path, tmp_path: Path) -> None:
     options = ("--kv-cache-disk", "10MB", "--kv-cache-memory", "4MB", "--kv-cache-directory", str(tmp_path))
     for number, status, expected in ((signal.SIGTERM, 0, 0), (signal.SIGINT, 130, SHARED)):

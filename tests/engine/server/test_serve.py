@@ -67,6 +67,7 @@ def test_sigterm_lets_what_runs_end_and_takes_no_more(directory: Path) -> None:
     assert stream.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in stream
 
 
+@pytest.mark.slow
 def test_killed_while_it_answers_it_starts_again_on_the_same_port(directory: Path) -> None:
     short = {"prompt": "ab", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
     with process(directory) as (server, ready):
@@ -103,6 +104,7 @@ def test_a_second_signal_or_sigint_ends_at_once(directory: Path, signals: tuple[
     assert received and '"finish_reason":"length"' not in "".join(received)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hanging", ["engine", pytest.param("loop", marks=pytest.mark.slow)])
 def test_a_second_sigterm_ends_it_whatever_hangs(directory: Path, hanging: str) -> None:
     program = (str(ROOT / "tests" / "support" / "hanging_server.py"), hanging)
@@ -153,6 +155,7 @@ def statuses_while_loading(directory: Path) -> set[int]:
     return statuses
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_model_loads(directory: Path) -> None:
     with process(directory, wait=False) as (server, _):
         assert server.stderr is not None
@@ -182,6 +185,7 @@ def test_the_key_comes_from_the_environment(directory: Path) -> None:
         assert answer.json()["data"][0]["id"] == "mine"
 
 
+@pytest.mark.slow
 def test_several_keys_one_a_line(directory: Path) -> None:
     with process(directory, COMPRESS_API_KEY="open,\nsesame\n") as (_, ready):
         for key, status in (("open,", 200), ("sesame", 200), ("open", 401), ("wrong", 401)):

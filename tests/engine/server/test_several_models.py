@@ -167,6 +167,7 @@ def test_nothing_waits_for_a_model_that_loads(directory: Path, monkeypatch: pyte
         assert [answer.status_code for answer in answers] == [200] * 4 and loads == ["first", "second"]
 
 
+@pytest.mark.slow
 def test_the_limit_closes_the_least_recently_used(directory: Path) -> None:
     """Each model takes its weights, 1 MiB of cache and the allowance, so that two fit."""
     with server(options_for(directory, memory_limit=3 * MODEL_BYTES)) as (client, state):

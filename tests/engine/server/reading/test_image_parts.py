@@ -64,6 +64,7 @@ def _ask(client: openai.OpenAI, *urls: str, text: str = "what?", **options: Any)
     )
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_generate(
     client: openai.OpenAI, engine: Engine, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -230,6 +230,7 @@ def child(reading: ReadingPool) -> int:
 # The process itself
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_the_server_and_has_no_key(directory: Path) -> None:
     with process("demo", COMPRESS_API_KEY="sesame") as (server, _):
         wait_for(lambda: psutil.Process(server.pid).children())
