@@ -16,6 +16,7 @@ from interpreted_triton import bfloat16_as_on_cards  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder import gpu_layers, triton_experts
 from engine.decoder.gpu_step import GpuStep, can_step
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
@@ -35,6 +36,13 @@ FAMILIES = [
 ]
 """Families with their numbers of sequences."""
 STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each program compute many rows where it is interpreted: the interpreter's time goes by programs."""
+    for sizes in (gpu_layers.PRODUCT, triton_experts.GATE_UP, triton_experts.DOWN):
+        monkeypatch.setitem(sizes, "ROWS", sizes["ROWS"] if PLACE.type == "cuda" else 16)
 
 
 @pytest.fixture(autouse=True)
