@@ -83,7 +83,7 @@ FINAL_NORM = "model.norm"
 
 
 class Steps(Protocol):
-    """Runs steps of decoding as a whole (engine/decoder/gpu_step.py)."""
+    """Runs steps of decoding as a whole (engine/decoder/gpu/step.py)."""
 
     def __call__(
         self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache | None, choice: KernelChoice

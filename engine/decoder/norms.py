@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels.gpu import rms_norm_on_gpu
+from engine.kernels.gpu.launching import rms_norm_on_gpu
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import as_bfloat16
 

@@ -31,12 +31,12 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import ModelDirectory, resolve
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.checkpoint.tokenizer_checks import tokenizing
-from engine.decoder.gpu_step import use_gpu_steps
+from engine.decoder.gpu.step import use_gpu_steps
+from engine.decoder.gpu.triton_experts import use_triton
 from engine.decoder.kv_cache import KeyValueCache, position_bytes, state_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.prediction import PredictionLayer
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
-from engine.decoder.triton_experts import use_triton
 from engine.errors import CompressError, OptionError, UnsupportedError
 from engine.expert_cache.attach import BY_LAYER_TOKENS, check_limited, open_limited
 from engine.expert_cache.cache import ExpertCache

@@ -16,13 +16,14 @@ from interpreted_triton import bfloat16_as_on_cards  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder import gpu_layers, triton_experts
-from engine.decoder.gpu_step import GpuStep, can_step
+from engine.decoder.gpu import layers as gpu_layers
+from engine.decoder.gpu import triton_experts
+from engine.decoder.gpu.step import GpuStep, can_step
+from engine.decoder.gpu.triton_experts import TritonExperts
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.decoder.routing import Skipping, TopK
-from engine.decoder.triton_experts import TritonExperts
 from engine.kernels.kernel_choice import DECODING, PROMPT
 
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

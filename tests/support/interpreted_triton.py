@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from triton.runtime import interpreter
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder import triton_experts
 from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock, grouped, sparse
+from engine.decoder.gpu import triton_experts
+from engine.decoder.gpu.triton_experts import TritonExperts, can_serve, use_triton
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.decoder.routing import NO_EXPERT, Selection, Skipping, TopK
-from engine.decoder.triton_experts import TritonExperts, can_serve, use_triton
 from engine.families.layer_config import ClampedSwiglu
 
 FEW, MANY = (44, 20), (72, 100)

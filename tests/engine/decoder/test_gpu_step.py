@@ -18,9 +18,11 @@ from packages_for_tests import needs_triton
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder import gpu_layers, gpu_step, triton_experts
-from engine.decoder.gpu_layers import Product
-from engine.decoder.gpu_step import GpuStep, can_step, use_gpu_steps
+from engine.decoder.gpu import layers as gpu_layers
+from engine.decoder.gpu import step as gpu_step
+from engine.decoder.gpu import triton_experts
+from engine.decoder.gpu.layers import Product
+from engine.decoder.gpu.step import GpuStep, can_step, use_gpu_steps
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.decoder.routing import GroupedTopK
@@ -85,7 +87,7 @@ def test_compiles_for_cards_that_are_not_here(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engine.kernels import triton_kernels, triton_step
+    from engine.kernels.gpu import triton_kernels, triton_step
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
     launches = Launches()

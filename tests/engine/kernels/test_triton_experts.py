@@ -15,10 +15,10 @@ from packages_for_tests import needs_triton
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.decoder import triton_experts
 from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.gpu import triton_experts
+from engine.decoder.gpu.triton_experts import TritonExperts, can_serve, sizes, tiles, use_triton
 from engine.decoder.routing import NO_EXPERT, Selection, Skipping, TopK
-from engine.decoder.triton_experts import TritonExperts, can_serve, sizes, tiles, use_triton
 from engine.errors import OptionError
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.stored.quantized_weight import quantise
@@ -112,7 +112,7 @@ def test_compiles_for_cards_that_are_not_here(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engine.kernels import triton_kernels
+    from engine.kernels.gpu import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     experts = some_experts(sizes, dtype, swiglu)
@@ -247,8 +247,8 @@ def test_without_triton_one_line_says_what_would_help(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("COMPRESS_KERNELS", "auto")
-    monkeypatch.setitem(sys.modules, "engine.kernels.triton_kernels", None)
-    monkeypatch.delattr(sys.modules["engine.kernels"], "triton_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "engine.kernels.gpu.triton_kernels", None)
+    monkeypatch.delattr(sys.modules["engine.kernels.gpu"], "triton_kernels", raising=False)
     triton_experts._kernels.cache_clear()
     with caplog.at_level(logging.WARNING):
         use_triton([a_block(), a_block()])

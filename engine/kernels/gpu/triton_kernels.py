@@ -13,8 +13,8 @@ Experts may differ in width. The grids are then made for the widest expert, and 
 once. Only rows of hidden units h have one size, F. MULTIPLE is a divisor of all widths, by which the compiler knows which
 reads are aligned, or None if all experts are F wide.
 
-`engine/decoder/triton_experts.py` checks the arguments and launches the kernels. Triton is optional: CUDA builds of torch
-include it, and without it torch computes the experts.
+`engine/decoder/gpu/triton_experts.py` checks the arguments and launches the kernels. Triton is optional: CUDA builds of
+torch include it, and without it torch computes the experts.
 
 Shape suffixes: T tokens, D hidden, F expert width, N experts, A tensors of an expert (families.experts.GATE, UP, DOWN, then
 biases if any), R slots of all tokens, M tiles. A row of the table has A addresses and the expert's width.

@@ -23,7 +23,7 @@ _RECORDING = threading.Lock()
 @cache
 def step_kernels() -> Any:
     """Return the module of Triton's kernels of a step. Raises ImportError without Triton."""
-    from engine.kernels import triton_step
+    from engine.kernels.gpu import triton_step
 
     return triton_step
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock, route_through
 from engine.decoder.routing import NO_EXPERT, Selection, select
-from engine.kernels.gpu import power_of_two
+from engine.kernels.gpu.launching import power_of_two
 from engine.kernels.kernel_choice import wanted_kernels
 
 _log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def can_serve(experts: Any) -> bool:
 
 @cache
 def _kernels() -> Any:
-    from engine.kernels import triton_kernels
+    from engine.kernels.gpu import triton_kernels
 
     return triton_kernels
 

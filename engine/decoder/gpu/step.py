@@ -3,7 +3,7 @@
 Launched one by one from Python, the kernels of a step take ten times as long as reading the weights. A graph launches all of
 them at once. That of a step is recorded once for each number of sequences and each power of two of the blocks of the longest
 sequence. It serves any cache and any length: the kernels read the positions, the blocks of the sequences and the addresses
-of the cache from memory that a step fills before the graph runs. That of a prompt is in gpu_prompt.py.
+of the cache from memory that a step fills before the graph runs. That of a prompt is in prompt.py.
 
 A decoder that `can_step` refuses runs layer by layer, and so does a pass that `GpuStep` refuses.
 
@@ -27,13 +27,13 @@ from torch import Tensor
 
 from engine.decoder.attention import Cache
 from engine.decoder.experts import Expert, MoeBlock
-from engine.decoder.gpu_layers import AttentionOnGpu, FeedForwardOnGpu, Places, Product, is_plain, serves
-from engine.decoder.gpu_prompt import PromptGraphs, serves_prompt
+from engine.decoder.gpu.layers import AttentionOnGpu, FeedForwardOnGpu, Places, Product, is_plain, serves
+from engine.decoder.gpu.prompt import PromptGraphs, serves_prompt
+from engine.decoder.gpu.triton_experts import TritonExperts
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, embedded
 from engine.decoder.routing import Routing, Selection, Skipping
-from engine.decoder.triton_experts import TritonExperts
-from engine.kernels.gpu import power_of_two, recorded, step_kernels
+from engine.kernels.gpu.launching import power_of_two, recorded, step_kernels
 from engine.kernels.kernel_choice import DECODING, PROMPT, KernelChoice, wanted_kernels
 
 _log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ class GpuStep:
 
 
 class _Located(NamedTuple):
-    """Where the sequences of a step lie, as the host knows it. The fields are those of gpu_layers.Places."""
+    """Where the sequences of a step lie, as the host knows it. The fields are those of layers.Places."""
 
     blocks_BM: Any
     past_B: Any

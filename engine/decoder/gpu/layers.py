@@ -20,10 +20,10 @@ from torch import Tensor
 
 from engine.decoder.attention import Attention
 from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock
+from engine.decoder.gpu.triton_experts import TritonExperts, can_serve, narrowed
 from engine.decoder.routing import Routing, Selection, Skipping, TopK, select
-from engine.decoder.triton_experts import TritonExperts, can_serve, narrowed
 from engine.families.layer_config import Chunk
-from engine.kernels.gpu import power_of_two, step_kernels
+from engine.kernels.gpu.launching import power_of_two, step_kernels
 
 PRODUCT = {"ROWS": 4, "COLUMNS": 1024}
 """Block sizes of products with few tokens: outputs, and most inputs that are read at a time."""

@@ -3,7 +3,7 @@
 A step is bound by its launches: layer by layer, torch launches some forty kernels a layer. These fuse what one layer does
 beside its experts into six: queries, keys and values from the norm of x; attention with the rotation and the cache; its
 joined parts; the output projection with the residual; the router; its choice. Nothing depends on a number that the host
-knows, so that a CUDA graph of the step serves any length (engine/decoder/gpu_step.py).
+knows, so that a CUDA graph of the step serves any length (engine/decoder/gpu/step.py).
 
 Sums are in float32, each by one program in one order. Normed and rotated values are rounded where torch rounds them.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.decoder.attention import Cache
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
-from engine.kernels.gpu import power_of_two, recorded
+from engine.kernels.gpu.launching import power_of_two, recorded
 
 LONGEST, SHORTEST = 512, 16
 """Numbers of positions of the longest and of the shortest graph."""
