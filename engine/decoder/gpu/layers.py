@@ -1,10 +1,10 @@
-"""The layers of a step of decoding on a GPU: their tables of addresses, and the launches of their kernels.
+"""The layers of a step of decoding on a GPU: the addresses of their weights, and the launches of their kernels.
 
 A layer's experts run through `TritonExperts`. A shared expert is a further expert with a slot of its own, and the FFN of a
 dense layer is a single expert.
 
-Shape suffixes: T tokens, one for each sequence, D hidden, I inputs and O outputs of a product, N
-experts, S slots, H query heads, E head dimension.
+Shape suffixes: T tokens, one for each sequence, D hidden, I inputs and O outputs of a product, N experts, S
+slots, H query heads, E head dimension.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from engine.decoder.attention import Attention
 from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock
-from engine.decoder.gpu.triton_experts import TritonExperts, can_serve, narrowed
+from engine.decoder.gpu.triton_experts import LEAST_PRODUCT, TritonExperts, can_serve, narrowed, programs_for
 from engine.decoder.routing import Routing, Selection, Skipping, TopK, select
 from engine.families.layer_config import Chunk
-from engine.kernels.gpu.launching import power_of_two, step_kernels
+from engine.kernels.gpu.launching import normed_rows, power_of_two, step_kernels
 
 PRODUCT = {"ROWS": 4, "COLUMNS": 1024}
 """Block sizes of products with few tokens: outputs, and most inputs that are read at a time."""
@@ -35,8 +35,6 @@ KEYS = 64
 MOST_SPLITS, PROGRAMS_PER_PROCESSOR = 64, 4
 """Most parts of a text, and programs of attention for each of the GPU's processors, which wait for memory in turn."""
 NORMS = {"none": 0, "head": 1, "full": 2}
-LEAST_PRODUCT = 16
-"""Least size of each dimension of a product in the matrix units."""
 
 
 class Product:
@@ -75,11 +73,11 @@ class Product:
         sizes |= {"KEEPS_NORMED": normed_TI is not None, "HAS_BIAS": self._has_bias, "HAS_RESIDUAL": residual is not None}
         tokens = x_TI.shape[0]
         if tokens <= SPARSE_MAX_TOKENS:
-            grid: tuple[int, ...] = tokens, -(-self._outputs // PRODUCT["ROWS"])
+            grid: tuple[int, ...] = tokens, programs_for(self._outputs, PRODUCT["ROWS"])
             step_kernels().products_of_few[grid](*given, epsilon, factor, **sizes, **narrowed(PRODUCT, self._inputs))
         else:
             sizes["T"] = max(LEAST_PRODUCT, power_of_two(tokens))
-            grid = (-(-self._outputs // PRODUCT_OF_MANY["ROWS"]),)
+            grid = (programs_for(self._outputs, PRODUCT_OF_MANY["ROWS"]),)
             columns = PRODUCT_OF_MANY["COLUMNS"] * 2 // x_TI.itemsize
             sizes |= {"num_stages": 2} if sizes["T"] > PIPELINED_ROWS else {}  # more do not fit into the memory of a program
             sizes |= narrowed(PRODUCT_OF_MANY | {"COLUMNS": columns}, max(LEAST_PRODUCT, self._inputs))
@@ -182,14 +180,12 @@ class FeedForwardOnGpu:
 
     def __call__(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
         """Return x plus the block's output, [T, D]. routing: that of an MoE block."""
-        normed_TD, tokens = torch.empty_like(x_TD), x_TD.shape[0]
         if self.block is None or routing is None:
-            step_kernels().norm_rows[(tokens,)](
-                x_TD, self._norm[0], normed_TD, self._norm[1], INPUTS=x_TD.shape[1], WIDE=power_of_two(x_TD.shape[1])
-            )
+            normed_TD, tokens = normed_rows(x_TD, *self._norm), x_TD.shape[0]
             once = torch.zeros(tokens, 1, dtype=torch.int64, device=x_TD.device)
             selection = Selection(once, torch.ones(tokens, 1, device=x_TD.device))
         else:
+            normed_TD = torch.empty_like(x_TD)
             dtype = torch.float32 if self.block.router_in_float32 else None
             logits_TO = self._router(x_TD, self._norm, normed_TI=normed_TD, dtype=dtype)
             selection = self._selection(self.block, routing, normed_TD, logits_TO)

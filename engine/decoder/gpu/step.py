@@ -29,11 +29,11 @@ from engine.decoder.attention import Cache
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.gpu.layers import AttentionOnGpu, FeedForwardOnGpu, Places, Product, is_plain, serves
 from engine.decoder.gpu.prompt import PromptGraphs, serves_prompt
-from engine.decoder.gpu.triton_experts import TritonExperts
+from engine.decoder.gpu.triton_experts import TritonExperts, wait
 from engine.decoder.kv_cache import KeyValueCache
-from engine.decoder.model import Decoder, embedded
+from engine.decoder.model import Decoder, embedded, times
 from engine.decoder.routing import Routing, Selection, Skipping
-from engine.kernels.gpu.launching import power_of_two, recorded, step_kernels
+from engine.kernels.gpu.launching import normed_rows, power_of_two, recorded, step_kernels
 from engine.kernels.kernel_choice import DECODING, PROMPT, KernelChoice, wanted_kernels
 
 _log = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ class GpuStep:
         self._caches_L3 = torch.zeros(len(decoder.layers), 3, dtype=torch.int64, device=decoder.device)
         self.failed: set[Any] = set()
         """Names of passes that failed on this GPU and run layer by layer since: "prompts", "head", or a step's sizes."""
-        self._look_up()
+        self.forget()
 
-    def _look_up(self) -> None:
-        """Take the addresses of the weights."""
+    def forget(self) -> None:
+        """Read all weights anew: some were copied, and others may have moved."""
         decoder, factor = self.decoder, self.decoder.config.multipliers.residual
         self._first = decoder.norm.data_ptr()
         self._layers = []
@@ -91,10 +91,6 @@ class GpuStep:
         decoder = self._decoder()
         assert decoder is not None, "the decoder was deleted"
         return decoder
-
-    def forget(self) -> None:
-        """Read all weights anew: some were copied, and others may have moved."""
-        self._look_up()
 
     def __call__(
         self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache | None, choice: KernelChoice
@@ -212,10 +208,8 @@ class GpuStep:
             x_BD = ffn(x_BD, None if ffn.block is None else next(own_routings))
             if ffn.block is not None:
                 seen.append((ffn.block, ffn.seen))
-        y_BD, hidden, config = torch.empty_like(x_BD), x_BD.shape[1], decoder.config
-        sizes = {"INPUTS": hidden, "WIDE": power_of_two(hidden)}
-        step_kernels().norm_rows[(len(x_BD),)](x_BD, decoder.norm, y_BD, config.norm_epsilon, **sizes)
-        return (y_BD if config.multipliers.logits == 1.0 else y_BD * (1.0 / config.multipliers.logits)), seen
+        y_BD = normed_rows(x_BD, decoder.norm, decoder.config.norm_epsilon)
+        return times(y_BD, 1.0 / decoder.config.multipliers.logits), seen
 
 
 class _Located(NamedTuple):
@@ -419,7 +413,7 @@ def _tried(decoder: Decoder, step: GpuStep | None, sequences: int) -> _Tried:
         for token_B1 in tokens_BP[:, TRIAL_LENGTH:].split(1, dim=1):
             started = time.perf_counter()
             steps.append(decoder(token_B1, None, cache, DECODING))
-            _wait(decoder)
+            wait(steps[-1])
             seconds = time.perf_counter() - started
     finally:
         decoder.gpu_step = None
@@ -430,8 +424,3 @@ def _error(made: Tensor, expected: Tensor) -> float:
     """Return the median relative error of the rows; one whose experts are nearly equal may take others."""
     made, expected = made.float().flatten(0, -2), expected.float().flatten(0, -2)
     return float(((made - expected).norm(dim=1) / expected.norm(dim=1)).median())
-
-
-def _wait(decoder: Decoder) -> None:
-    if decoder.device.type == "cuda":
-        torch.cuda.synchronize()

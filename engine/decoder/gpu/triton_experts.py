@@ -36,8 +36,8 @@ BYTES = 128
 """Bytes of each row that are multiplied at a time."""
 MULTIPLE = 16
 """Largest power of two by which differing widths are said to be divisible. The longest reads take 16 bytes."""
-LEAST_ROWS = 16
-"""Least number of rows in a product of the matrix units."""
+LEAST_PRODUCT = 16
+"""Least size of each dimension of a product in the matrix units."""
 TRIALS = 1, 512
 """Numbers of tokens in the trials: the first decides for a few tokens, the second for many."""
 TRIAL_ROUNDS = 5
@@ -93,10 +93,10 @@ class TritonExperts:
         experts_R, weights_R = _flat(selection)
         h_RF = x_TD.new_empty(experts_R.numel(), self._sizes["F"], dtype=torch.float32)
         y_TD = x_TD.new_empty(tokens, hidden)
-        grid = experts_R.numel(), _blocks(self._widest, GATE_UP["ROWS"])
+        grid = experts_R.numel(), programs_for(self._widest, GATE_UP["ROWS"])
         own = {**self._sizes, **narrowed(GATE_UP, hidden)}
         kernels.gate_up_of_few[grid](x_TD, self._table_NA, experts_R, h_RF, slots, **_clamp(like), **own)
-        grid = tokens, _blocks(hidden, DOWN["ROWS"])
+        grid = tokens, programs_for(hidden, DOWN["ROWS"])
         own = {**self._sizes, **narrowed(DOWN, self._widest), "SLOTS": per_token}
         residual_TD, factor = (y_TD, 1.0) if residual is None else residual
         given = h_RF, self._table_NA, experts_R, weights_R, residual_TD, y_TD, factor
@@ -109,14 +109,14 @@ class TritonExperts:
         experts_R, weights_R = _flat(selection)
         h_RF = x_TD.new_empty(tokens * slots, self._sizes["F"])
         y_RD = x_TD.new_empty(tokens * slots, hidden, dtype=torch.float32)
-        found = {"WIDE": power_of_two(tokens * slots), "ROWS": max(LEAST_ROWS, power_of_two(tokens))}
+        found = {"WIDE": power_of_two(tokens * slots), "ROWS": max(LEAST_PRODUCT, power_of_two(tokens))}
         own = {**self._sizes, **found, **SOME, "COLUMNS": SOME["COLUMNS"] * 2 // x_TD.itemsize}
-        grid = len(self._table_NA), _blocks(self._widest, SOME["OUTPUTS"])
+        grid = len(self._table_NA), programs_for(self._widest, SOME["OUTPUTS"])
         kernels.gate_up_of_some[grid](x_TD, self._table_NA, experts_R, h_RF, slots, tokens * slots, **_clamp(like), **own)
-        grid = len(self._table_NA), _blocks(hidden, SOME["OUTPUTS"])
+        grid = len(self._table_NA), programs_for(hidden, SOME["OUTPUTS"])
         kernels.down_of_some[grid](h_RF, self._table_NA, experts_R, weights_R, y_RD, tokens * slots, **own)
         y_TD, columns = torch.empty_like(residual_TD), min(GATE_UP["COLUMNS"], power_of_two(hidden))
-        grid = tokens, _blocks(hidden, columns)
+        grid = tokens, programs_for(hidden, columns)
         kernels.add_slots[grid](y_RD, experts_R, residual_TD, y_TD, factor, D=hidden, SLOTS=slots, COLUMNS=columns)
         return y_TD
 
@@ -129,9 +129,9 @@ class TritonExperts:
         y_RD = x_TD.new_zeros(experts_R.numel(), hidden)  # slots without an expert stay zero
         own = {**self._sizes, "COLUMNS": BYTES // x_TD.itemsize, **MANY}
         of_tiles = self._table_NA, order_R, tiles_M3
-        grid = len(tiles_M3), _blocks(self._widest, MANY["OUTPUTS"])
+        grid = len(tiles_M3), programs_for(self._widest, MANY["OUTPUTS"])
         kernels.gate_up_of_many[grid](x_TD, *of_tiles, h_RF, slots, **_clamp(like), **own)
-        grid = len(tiles_M3), _blocks(hidden, MANY["OUTPUTS"])
+        grid = len(tiles_M3), programs_for(hidden, MANY["OUTPUTS"])
         kernels.down_of_many[grid](h_RF, *of_tiles, weights_R, y_RD, **own)
         return y_RD.view(*selection.experts.shape, hidden).sum(dim=1)
 
@@ -162,7 +162,8 @@ def _flat(selection: Selection) -> tuple[Tensor, Tensor]:
     return selection.experts.reshape(-1).contiguous(), selection.weights.reshape(-1).float().contiguous()
 
 
-def _blocks(size: int, block: int) -> int:
+def programs_for(size: int, block: int) -> int:
+    """Return how many programs compute so much, a block each."""
     return -(-size // block)
 
 
@@ -266,14 +267,15 @@ def _pays(block: MoeBlock, tokens: int, is_timed: bool) -> bool:
         return False
     best = {by_kernels: math.inf, by_torch: math.inf}
     for way in TRIAL_ROUNDS * list(best) if is_timed else ():
-        _wait(x_TD)
+        wait(x_TD)
         started = time.perf_counter()
         way()
-        _wait(x_TD)
+        wait(x_TD)
         best[way] = min(best[way], time.perf_counter() - started)
     return not is_timed or best[by_kernels] < best[by_torch]
 
 
-def _wait(x: Tensor) -> None:
+def wait(x: Tensor) -> None:
+    """Wait until a tensor on a GPU is computed."""
     if x.is_cuda:
         torch.cuda.synchronize()

@@ -53,8 +53,13 @@ def rms_norm_on_gpu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
     is_half = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
     if not x.is_cuda or not is_half or torch.is_grad_enabled() or size > WIDEST_NORM or not x.numel() or not _norms_work():
         return None
-    rows, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    step_kernels().norm_rows[(x.numel() // size,)](rows, weight, y, epsilon, INPUTS=size, WIDE=power_of_two(size))
+    return normed_rows(x.contiguous(), weight, epsilon)
+
+
+def normed_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm over the last dimension of a contiguous tensor, which Triton must be able to compute."""
+    y, size = torch.empty_like(x), x.shape[-1]
+    step_kernels().norm_rows[(x.numel() // size,)](x, weight, y, epsilon, INPUTS=size, WIDE=power_of_two(size))
     return y
 
 

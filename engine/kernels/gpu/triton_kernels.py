@@ -147,6 +147,67 @@ def down_of_few(
 
 
 @triton.jit
+def _units_of_tile(
+    x_TD,
+    table_NA,
+    expert,
+    tokens,
+    exists,
+    outputs,
+    width,
+    D: tl.constexpr,
+    A: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return h of ROWS tokens, those that exist, for OUTPUTS of one expert's F, in float32."""
+    gate_FD, up_FD = _matrix(table_NA, expert, 0, A, x_TD), _matrix(table_NA, expert, 1, A, x_TD)
+    gate = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    up = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, D, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        mask = exists[:, None] & (columns[None, :] < D)
+        x = tl.load(x_TD + tokens[:, None] * D + columns[None, :], mask=mask, other=0.0)
+        places, mask = outputs[None, :] * D + columns[:, None], (outputs[None, :] < width) & (columns[:, None] < D)
+        gate = tl.dot(x, tl.load(gate_FD + places, mask=mask, other=0.0), gate, input_precision="ieee")
+        up = tl.dot(x, tl.load(up_FD + places, mask=mask, other=0.0), up, input_precision="ieee")
+    gate = _biased(gate, table_NA, expert, 0, A, x_TD, outputs[None, :], outputs[None, :] < width)
+    up = _biased(up, table_NA, expert, 1, A, x_TD, outputs[None, :], outputs[None, :] < width)
+    return _gated(gate, up, ALPHA, LIMIT)
+
+
+@triton.jit
+def _outputs_of_tile(
+    h_RF,
+    table_NA,
+    expert,
+    rows,
+    exists,
+    outputs,
+    width,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    A: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return down·h of ROWS rows of h, those that exist, for OUTPUTS of D, in float32."""
+    down_DF = _matrix(table_NA, expert, 2, A, h_RF)
+    y = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, width, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        mask = exists[:, None] & (columns[None, :] < width)
+        h = tl.load(h_RF + rows[:, None] * F + columns[None, :], mask=mask, other=0.0)
+        places, mask = outputs[None, :] * width + columns[:, None], (outputs[None, :] < D) & (columns[:, None] < width)
+        y = tl.dot(h, tl.load(down_DF + places, mask=mask, other=0.0), y, input_precision="ieee")
+    return _biased(y, table_NA, expert, 2, A, h_RF, outputs[None, :], outputs[None, :] < D)
+
+
+@triton.jit
 def gate_up_of_many(
     x_TD,
     table_NA,
@@ -175,20 +236,10 @@ def gate_up_of_many(
     rows = first + tl.arange(0, ROWS)
     tokens = tl.load(order_R + rows, mask=rows < last, other=0) // slots
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    gate_FD, up_FD = _matrix(table_NA, expert, 0, A, x_TD), _matrix(table_NA, expert, 1, A, x_TD)
-    gate = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    up = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in range(0, D, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        mask = (rows[:, None] < last) & (columns[None, :] < D)
-        x = tl.load(x_TD + tokens[:, None] * D + columns[None, :], mask=mask, other=0.0)
-        places, mask = outputs[None, :] * D + columns[:, None], (outputs[None, :] < width) & (columns[:, None] < D)
-        gate = tl.dot(x, tl.load(gate_FD + places, mask=mask, other=0.0), gate, input_precision="ieee")
-        up = tl.dot(x, tl.load(up_FD + places, mask=mask, other=0.0), up, input_precision="ieee")
-    gate = _biased(gate, table_NA, expert, 0, A, x_TD, outputs[None, :], outputs[None, :] < width)
-    up = _biased(up, table_NA, expert, 1, A, x_TD, outputs[None, :], outputs[None, :] < width)
-    h = _gated(gate, up, ALPHA, LIMIT).to(h_RF.dtype.element_ty)
-    tl.store(h_RF + rows[:, None] * F + outputs[None, :], h, mask=(rows[:, None] < last) & (outputs[None, :] < width))
+    exists = rows < last
+    h = _units_of_tile(x_TD, table_NA, expert, tokens, exists, outputs, width, D, A, ALPHA, LIMIT, ROWS, OUTPUTS, COLUMNS)
+    mask = exists[:, None] & (outputs[None, :] < width)
+    tl.store(h_RF + rows[:, None] * F + outputs[None, :], h.to(h_RF.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -215,15 +266,8 @@ def down_of_many(
     rows = first + tl.arange(0, ROWS)
     slots = tl.load(order_R + rows, mask=rows < last, other=0)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    down_DF, width = _matrix(table_NA, expert, 2, A, h_RF), _width(table_NA, expert, A, F, MULTIPLE)
-    y = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in range(0, width, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        mask = (rows[:, None] < last) & (columns[None, :] < width)
-        h = tl.load(h_RF + rows[:, None] * F + columns[None, :], mask=mask, other=0.0)
-        places, mask = outputs[None, :] * width + columns[:, None], (outputs[None, :] < D) & (columns[:, None] < width)
-        y = tl.dot(h, tl.load(down_DF + places, mask=mask, other=0.0), y, input_precision="ieee")
-    y = _biased(y, table_NA, expert, 2, A, h_RF, outputs[None, :], outputs[None, :] < D)
+    width, exists = _width(table_NA, expert, A, F, MULTIPLE), rows < last
+    y = _outputs_of_tile(h_RF, table_NA, expert, rows, exists, outputs, width, D, F, A, ROWS, OUTPUTS, COLUMNS)
     y *= tl.load(weights_R + slots, mask=rows < last, other=0.0)[:, None]
     mask = (rows[:, None] < last) & (outputs[None, :] < D)
     tl.store(y_RD + slots[:, None] * D + outputs[None, :], y.to(y_RD.dtype.element_ty), mask=mask)
@@ -270,20 +314,9 @@ def gate_up_of_some(
         return
     tokens = own // slots
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    gate_FD, up_FD = _matrix(table_NA, expert, 0, A, x_TD), _matrix(table_NA, expert, 1, A, x_TD)
-    gate = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    up = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in range(0, D, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        mask = exists[:, None] & (columns[None, :] < D)
-        x = tl.load(x_TD + tokens[:, None] * D + columns[None, :], mask=mask, other=0.0)
-        places, mask = outputs[None, :] * D + columns[:, None], (outputs[None, :] < width) & (columns[:, None] < D)
-        gate = tl.dot(x, tl.load(gate_FD + places, mask=mask, other=0.0), gate, input_precision="ieee")
-        up = tl.dot(x, tl.load(up_FD + places, mask=mask, other=0.0), up, input_precision="ieee")
-    gate = _biased(gate, table_NA, expert, 0, A, x_TD, outputs[None, :], outputs[None, :] < width)
-    up = _biased(up, table_NA, expert, 1, A, x_TD, outputs[None, :], outputs[None, :] < width)
-    h = _gated(gate, up, ALPHA, LIMIT).to(h_RF.dtype.element_ty)
-    tl.store(h_RF + own[:, None] * F + outputs[None, :], h, mask=exists[:, None] & (outputs[None, :] < width))
+    h = _units_of_tile(x_TD, table_NA, expert, tokens, exists, outputs, width, D, A, ALPHA, LIMIT, ROWS, OUTPUTS, COLUMNS)
+    mask = exists[:, None] & (outputs[None, :] < width)
+    tl.store(h_RF + own[:, None] * F + outputs[None, :], h.to(h_RF.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -309,14 +342,8 @@ def down_of_some(
     if tl.max(exists.to(tl.int32), axis=0) == 0:
         return
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    down_DF, width = _matrix(table_NA, expert, 2, A, h_RF), _width(table_NA, expert, A, F, MULTIPLE)
-    y = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in range(0, width, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        h = tl.load(h_RF + own[:, None] * F + columns[None, :], mask=exists[:, None] & (columns[None, :] < width), other=0.0)
-        places, mask = outputs[None, :] * width + columns[:, None], (outputs[None, :] < D) & (columns[:, None] < width)
-        y = tl.dot(h, tl.load(down_DF + places, mask=mask, other=0.0), y, input_precision="ieee")
-    y = _biased(y, table_NA, expert, 2, A, h_RF, outputs[None, :], outputs[None, :] < D)
+    width = _width(table_NA, expert, A, F, MULTIPLE)
+    y = _outputs_of_tile(h_RF, table_NA, expert, own, exists, outputs, width, D, F, A, ROWS, OUTPUTS, COLUMNS)
     y *= tl.load(weights_R + own, mask=exists, other=0.0)[:, None]
     tl.store(y_RD + own[:, None] * D + outputs[None, :], y, mask=exists[:, None] & (outputs[None, :] < D))
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -15,7 +12,7 @@ import pytest
 import torch
 from conftest import save_reference
 from packages_for_tests import needs_triton
-from torch import Tensor
+from triton_for_tests import Launches, check_interpreted, compiled
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.gpu import layers as gpu_layers
@@ -26,45 +23,16 @@ from engine.decoder.gpu.step import GpuStep, can_step, use_gpu_steps
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.decoder.routing import GroupedTopK
+from engine.kernels.gpu import launching
 from engine.kernels.kernel_choice import DECODING, PROMPT
 from engine.kernels.stored.quantized_weight import frozen, quantise
-
-ROOT = Path(__file__).resolve().parents[3]
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
-SHARED_MEMORY = 99 * 1024
-"""Maximum shared memory of a program, in bytes, on the smallest GPUs since 2020."""
 
 
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("which", ["equals or longer", "not equals and not longer"])
 def test_equals_the_layers_where_it_is_interpreted(which: str) -> None:
-    made = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *("tests/support/interpreted_gpu_step.py", "-k", which),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-6000:] + made.stderr[-2000:]
-
-
-class Launches:
-    """Stands in for the kernels and records the arguments of each launch, by name."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        class Kernel:
-            def __getitem__(_, grid: tuple[int, ...]) -> Any:
-                return lambda *given, **constants: self.made.update({name: (given, constants)})
-
-        return Kernel()
+    check_interpreted("tests/support/interpreted_gpu_step.py", "-k", which, seconds=900)
 
 
 def opened(family: str, place: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -83,16 +51,12 @@ def test_compiles_for_cards_that_are_not_here(
     family: str, batch: int, dtype: torch.dtype, card: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every kernel of a step is compiled with the arguments of its launch, those of the largest models' shapes included."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from engine.kernels.gpu import triton_kernels, triton_step
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
     launches = Launches()
     monkeypatch.setattr(gpu_layers, "step_kernels", lambda: launches)
-    monkeypatch.setattr(gpu_step, "step_kernels", lambda: launches)
+    monkeypatch.setattr(launching, "step_kernels", lambda: launches)
     monkeypatch.setattr(triton_experts, "_kernels", lambda: launches)
     decoder = opened(family, tmp_path / "model", dtype)
     step, cache = GpuStep(decoder), KeyValueCache(decoder.config, batch, 8, dtype)
@@ -105,24 +69,8 @@ def test_compiles_for_cards_that_are_not_here(
     experts = {"gate_up_of_few", "down_of_few"} if few else {"gate_up_of_some", "down_of_some", "add_slots"}
     products = "products_of_few" if few else "products_of_many"
     assert set(launches.made) >= {products, "attend_next", "join_splits", "norm_rows", *experts}
-    for name, (given, constants) in launches.made.items():
-        kernel = getattr(triton_step, name, None) or getattr(triton_kernels, name)
-        options = {key: constants.pop(key) for key in ("num_stages", "num_warps") if key in constants}
-        signature = dict(zip(kernel.arg_names, [*map(_kind, given), *["constexpr"] * len(constants)], strict=True))
-        assert set(kernel.arg_names[len(given) :]) == set(constants)
-        aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind[0] == "*"}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
-        assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_MEMORY, name
-
-
-def _kind(given: Any) -> str:
-    """Return the type of a kernel's argument. Integers beyond 32 bits are addresses."""
-    if isinstance(given, Tensor):
-        return f"*{NAMES[given.dtype]}"
-    if isinstance(given, float):
-        return "fp32"
-    return "i32" if abs(given) < 2**31 else "i64"
+    for name, (_, given, constants) in launches.made.items():
+        compiled(getattr(triton_step, name, None) or getattr(triton_kernels, name), given, constants, card)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from packages_for_tests import needs_triton
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_for_tests import Launches, check_interpreted, compiled
 
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.gpu import triton_experts
@@ -23,48 +22,11 @@ from engine.errors import OptionError
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.stored.quantized_weight import quantise
 
-ROOT = Path(__file__).resolve().parents[3]
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
-SHARED_MEMORY = 99 * 1024
-"""Maximum shared memory of a program, in bytes, on the smallest GPUs since 2020."""
-
 
 @pytest.mark.slow
 @needs_triton
 def test_equals_torch_where_it_is_interpreted() -> None:
-    made = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "tests/support/interpreted_triton.py",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-6000:] + made.stderr[-2000:]
-
-
-class Launches:
-    """Stands in for the kernels and records the arguments of each launch, by name."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        class Kernel:
-            def __getitem__(_, grid: tuple[int, int]) -> Any:
-                return lambda *given, **constants: self.made.update({name: (grid, given, constants)})
-
-        return Kernel()
+    check_interpreted("tests/support/interpreted_triton.py", seconds=300)
 
 
 @pytest.fixture
@@ -108,10 +70,6 @@ def test_compiles_for_cards_that_are_not_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels are compiled with the launches' arguments. Matrices are read 16 bytes at a time and use tensor cores."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from engine.kernels.gpu import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -121,18 +79,7 @@ def test_compiles_for_cards_that_are_not_here(
         TritonExperts()(torch.zeros(tokens, sizes[0], dtype=dtype), chosen, experts)
     assert list(launches.made) == ["gate_up_of_few", "down_of_few", "gate_up_of_many", "down_of_many"]
     for name, (_, given, constants) in launches.made.items():
-        kernel = getattr(triton_kernels, name)
-        kinds = [
-            f"*{NAMES[each.dtype]}" if isinstance(each, Tensor) else "fp32" if isinstance(each, float) else "i32"
-            for each in given
-        ]
-        signature = dict(zip(kernel.arg_names, kinds + ["constexpr"] * len(constants), strict=True))
-        assert set(kernel.arg_names[len(given) :]) == set(constants)
-        aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if kind.startswith("*")}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", card, 32))
-        ptx = compiled.asm["ptx"]
-        assert f".target sm_{card}" in ptx and compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_MEMORY
+        ptx = compiled(getattr(triton_kernels, name), given, constants, card).asm["ptx"]
         if name.endswith("few"):
             assert ".v4.b32" in ptx
         else:
