@@ -25,7 +25,8 @@ from engine.families.layer_config import Activation, GatedGelu
 from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import (
     addresses,
-    as_bfloat16,
+    as_taken,
+    as_tensor,
     expert_form,
     kernel_form,
     linear,
@@ -272,14 +273,15 @@ class CompiledExperts:
         if kernels is None:
             return None
         if not self._knows(experts):
-            self._look_up(kernels, experts)
+            self._look_up(kernels, experts, x_TD.dtype)
         if self._form is None or (many and not self._takes_many):
             return None
         kind = self._form, self._clamp
         chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
         scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
-        made = kernels.swiglu(x_TD.data_ptr(), self._table, chosen, weights, hidden, *kind, scales, many=many)
-        return as_bfloat16(made)
+        taken_TD = as_taken(x_TD)
+        made = kernels.swiglu(taken_TD.data_ptr(), self._table, chosen, weights, hidden, *kind, scales, many=many)
+        return as_tensor(made, x_TD.dtype)
 
     def _knows(self, experts: Any) -> bool:
         """Return whether the table belongs to these experts. Weights are moved all together or not at all."""
@@ -287,7 +289,7 @@ class CompiledExperts:
             return False
         return self._ends == (addresses(self._weights[0])[0], addresses(self._weights[-1])[0])
 
-    def _look_up(self, kernels: Any, experts: Any) -> None:
+    def _look_up(self, kernels: Any, experts: Any, dtype: torch.dtype) -> None:
         every = [weight for expert in experts for weight in expert.projections]
         self._experts, self._weights = experts, every
         self._ends = addresses(every[0])[0], addresses(every[-1])[0]
@@ -297,7 +299,7 @@ class CompiledExperts:
         matrices = [weight for expert in experts for weight in expert.projections[:3]]
         biases = [weight for expert in experts for weight in expert.projections[3:]]
         served = not biases or kernel_form(kernels, biases) == kernels.PLAIN
-        self._form = expert_form(kernels, matrices) if served else None
+        self._form = expert_form(kernels, matrices, dtype) if served else None
         if self._form is not None:
             rows, self._kept = table_rows(kernels, experts, self._form)
             self._table = kernels.expert_table(rows)

@@ -32,7 +32,7 @@ from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
 from engine.kernels.stored import block_products, float_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
 from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
-from engine.kernels.stored.forms import BLOCKS, MIXED, PLAIN, Form, form_address, form_kernels, own_forms
+from engine.kernels.stored.forms import BLOCKS, FLOAT16, FLOAT32, MIXED, PLAIN, Form, form_address, form_kernels, own_forms
 from engine.kernels.stored.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.stored.rounded_vectors import ROUNDED
 
@@ -40,6 +40,8 @@ __all__ = [
     "BEFORE_EXPERTS",
     "BLOCKS",
     "BLOCK_KINDS",
+    "FLOAT16",
+    "FLOAT32",
     "FLOAT_KINDS",
     "GROUP_SIZES",
     "HEAD_NORM",
@@ -71,6 +73,7 @@ __all__ = [
     "mamba2",
     "multiplies_many",
     "needed",
+    "needed_for_floats",
     "own_forms",
     "prepare",
     "products",
@@ -101,6 +104,11 @@ def _address(array: Any) -> Address:
         return int(array.ctypes.data)
 
 
+def _empty_results(rows: int, size: int, form: Form) -> Any:
+    """Return an array for the results of a call in this form: float32, or the bits of bfloat16."""
+    return np.empty((rows, size), np.float32 if form in (FLOAT32, FLOAT16) else np.uint16)
+
+
 def products(
     x: Address,
     rows: int,
@@ -113,10 +121,11 @@ def products(
 ) -> Any:
     """Return [x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O], as the bits of bfloat16.
 
-    x: contiguous bfloat16. form: the form that all weights share. many: whether to use the kernel for many rows.
+    x: contiguous bfloat16. form: the form that all weights share. many: whether to use the kernel for many rows, which does
+    not know FLOAT32 and FLOAT16. In these two forms x and the results are float32.
     """
     ends_M, matrices = np.array(list(accumulate(outputs)), np.int64), np.array(weights, np.int64)
-    y_TO = np.empty((rows, ends_M[-1]), np.uint16)
+    y_TO = _empty_results(rows, ends_M[-1], form)
     job = _record(
         PRODUCTS,
         kernels=TABLE_ADDRESS,
@@ -164,10 +173,11 @@ def swiglu(
     x [T, D]: contiguous bfloat16. experts_N: an `expert_table`. chosen_TS: int64, negative for an empty slot; weights_TS,
     scales_TS: float32, None for scales of one. hidden: D. form: the form of the matrices. clamp: α and limit of a
     ClampedSwiglu; WITHOUT_GATE for experts without a gate. many: whether to use the kernel for many tokens of each expert.
+    In the forms FLOAT32 and FLOAT16, x and the results are float32, and there are no biases.
     """
     alpha, limit = clamp or (1.0, 0.0)
     assert chosen_TS.dtype == np.int64 and weights_TS.dtype == np.float32
-    (tokens, slots), y_TD = chosen_TS.shape, np.empty((chosen_TS.shape[0], hidden), np.uint16)
+    (tokens, slots), y_TD = chosen_TS.shape, _empty_results(chosen_TS.shape[0], hidden, form)
     job = _record(
         EXPERTS,
         kernels=TABLE_ADDRESS,
@@ -408,6 +418,11 @@ def load_parts(layers: Any) -> None:
     for has_it, kernel in ((layers["shared_gate"]["values"], step.gate_shared), (layers["gamma1"], step.skip_slots)):
         if has_it.any():
             kernel.load()
+
+
+def needed_for_floats(form: Form) -> list[Kernel]:
+    """Return the kernels that decode with plain weights of this form, FLOAT32 or FLOAT16."""
+    return [*form_kernels(form[0]), product_kernels.products, experts.swiglu]
 
 
 def needed(kinds: Iterable[int | str], *, is_whole: bool = True, mixers: Iterable[str] = ()) -> list[Kernel]:

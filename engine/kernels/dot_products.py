@@ -1,11 +1,12 @@
-"""bfloat16 matrices times a few vectors: each dot product is summed in one order, whatever the number of vectors.
+"""Plain matrices times a few vectors: each dot product is summed in one order, whatever the number of vectors.
 
-A tile multiplies one or two matrix rows with up to four vectors, so that each weight is read once for all of them. Where the
-processor multiplies pairs of bfloat16 (AVX512-BF16), vectors are rounded to bfloat16; elsewhere they are float32.
+A tile multiplies one or two matrix rows with up to four vectors, so that each weight is read once for all of them. Vectors
+are float32. For weights in bfloat16 they are rounded to it where the processor multiplies pairs of bfloat16 (AVX512-BF16).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -14,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from engine.kernels.compiler.arithmetic import narrow
-from engine.kernels.compiler.compiling import KERNELS, kernel
+from engine.kernels.compiler.compiling import KERNELS, add_kernel, kernel
 from engine.kernels.compiler.instructions import (
     AHEAD,
     FLOAT,
@@ -28,10 +29,13 @@ from engine.kernels.compiler.instructions import (
     added_up,
     at,
     fetch,
+    in_fours,
     load,
     loop,
     many,
+    unchanged,
     widened,
+    widened_halves,
 )
 from engine.kernels.compiler.memory import floats, halves
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
@@ -46,55 +50,79 @@ PREPARE = "void(int64, int64, int64)"
 _SUMS, _PAIR_SUMS = 4, 2
 """Number of vector registers that accumulate one product, and the number where pairs of bfloat16 are multiplied. There are
 several registers because additions to the same register would wait for each other."""
+_LINE_BITS = 8 * 64
+"""Bits of a line of the caches."""
 _TILE = types.void(types.int64, types.int64, types.int64, types.int64, types.int64)
 
 
-def _tile(rows: int) -> Any:
-    """Return a function of (address of I bfloat16, address of R vectors of I float32, I, address of the results, stride).
+def _products(bits: int, read: Callable[[Any, Any, int], Any]) -> Any:
+    """Return a function like the kernels of `MULTIPLY`, without scales, for vectors of float32.
 
-    The product with vector r goes to place `r · stride` of the float32 results. The function takes one matrix row at a time,
-    because memory delivers one stream faster than several.
+    The function takes one matrix row at a time, because memory delivers one stream faster than several. bits: of a weight.
+    read: emits the float32 values of weights at an address.
     """
 
-    def tile(context: Any, weights_I: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
-        return _TILE, generate
+    def product(context: Any, weights: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any) -> Any:
+        return types.void(*[types.int64] * 7), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight_address, x_address, inputs, result_address, stride = arguments
-        x_rows = [at(builder, x_address, builder.mul(inputs, INDEX(r)), 4) for r in range(rows)]
+        weights, count, inputs, x, rows, results, stride = arguments
 
-        def multiplied(size: int, parts: int) -> Any:
-            def step(index: Any, sums: list[Any]) -> list[Any]:
-                made = []
-                for part in range(parts):
-                    place = builder.add(index, INDEX(part * size))
-                    w = widened(builder, at(builder, weight_address, place, 2), size)
-                    if rows > 1 and part % 2 == 0:
-                        fetch(builder, builder.add(at(builder, weight_address, place, 2), INDEX(AHEAD[16])))
-                    x = [load(builder, at(builder, row, place, 4), many(FLOAT, size)) for row in x_rows]
-                    made += [builder.fmul(w, each, flags=("contract",)) for each in x]
-                return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, made, strict=True)]
+        def matrix_row(place: Any, _: list[Any]) -> list[Any]:
+            w = at(builder, weights, builder.mul(place, inputs), bits // 8)
 
-            return step
+            def taking(vectors: int) -> Any:
+                def tile(row: Any, _: list[Any]) -> list[Any]:
+                    own = [builder.add(row, INDEX(r)) for r in range(vectors)]
+                    x_rows = [at(builder, x, builder.mul(each, inputs), 4) for each in own]
+                    for each, total in zip(own, _dot_products(builder, (w, bits, read), x_rows, inputs), strict=True):
+                        index = builder.add(builder.mul(each, stride), place)
+                        builder.store(total, builder.inttoptr(at(builder, results, index, 4), FLOAT.as_pointer()))
+                    return []
 
-        most, whole = builder.and_(inputs, INDEX(-LANES * _SUMS)), builder.and_(inputs, INDEX(-LANES))
-        zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * _SUMS)
-        sums = loop(builder, INDEX(0), most, LANES * _SUMS, zeros, multiplied(LANES, _SUMS))
-        sums = loop(builder, most, whole, LANES, add_halves(builder, sums, rows), multiplied(LANES, 1))
-        totals = loop(builder, whole, inputs, 1, added_up(builder, sums), multiplied(1, 1))
-        for r in range(rows):
-            place = at(builder, result_address, builder.mul(stride, INDEX(r)), 4)
-            builder.store(totals[r], builder.inttoptr(place, FLOAT.as_pointer()))
+                return tile
+
+            in_fours(builder, rows, taking)
+            return []
+
+        loop(builder, INDEX(0), count, 1, [], matrix_row)
         return context.get_dummy_value()
 
-    return intrinsic(tile)
+    return intrinsic(product)
+
+
+def _dot_products(builder: Any, weights: tuple[Any, int, Any], x_rows: list[Any], inputs: Any) -> list[Any]:
+    """Emit the products of one matrix row with vectors of float32. weights: address of the row, and as in `_products`."""
+    address, bits, read = weights
+    rows = len(x_rows)
+
+    def multiplied(size: int, parts: int) -> Any:
+        def step(index: Any, sums: list[Any]) -> list[Any]:
+            made = []
+            for part in range(parts):
+                place = builder.add(index, INDEX(part * size))
+                own = at(builder, address, place, bits // 8)
+                w = read(builder, own, size)
+                if part * size * bits % _LINE_BITS == 0:
+                    fetch(builder, builder.add(own, INDEX(AHEAD[bits])))
+                x = [load(builder, at(builder, row, place, 4), many(FLOAT, size)) for row in x_rows]
+                made += [builder.fmul(w, each, flags=("contract",)) for each in x]
+            return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, made, strict=True)]
+
+        return step
+
+    most, whole = builder.and_(inputs, INDEX(-LANES * _SUMS)), builder.and_(inputs, INDEX(-LANES))
+    zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * _SUMS)
+    sums = loop(builder, INDEX(0), most, LANES * _SUMS, zeros, multiplied(LANES, _SUMS))
+    sums = loop(builder, most, whole, LANES, add_halves(builder, sums, rows), multiplied(LANES, 1))
+    return loop(builder, whole, inputs, 1, added_up(builder, sums), multiplied(1, 1))
 
 
 def _pair_tile(rows: int, matrix_rows: int) -> Any:
-    """Return a function like `_tile`'s for vectors of bfloat16 and `matrix_rows` rows at once, on processors with
-    AVX512-BF16.
+    """Return a function of (address of matrix rows of I bfloat16, address of vectors of I bfloat16, I, address of the
+    results, stride), for `rows` vectors and `matrix_rows` matrix rows at once, on processors with AVX512-BF16.
 
-    The product of matrix row w and vector r goes to place `w + r · stride`.
+    The product of matrix row w and vector r goes to place `w + r · stride` of the float32 results.
     """
     size = 2 * LANES
 
@@ -144,30 +172,26 @@ def _pair_tile(rows: int, matrix_rows: int) -> Any:
     return intrinsic(tile)
 
 
-_ONE_VECTOR, _TWO_VECTORS, _FOUR_VECTORS = _tile(1), _tile(2), _tile(4)
 _ROW_OF_1, _PAIR_OF_1, _PAIR_OF_2 = _pair_tile(1, 1), _pair_tile(1, 2), _pair_tile(2, 2)
 _PAIR_OF_3, _PAIR_OF_4 = _pair_tile(3, 2), _pair_tile(4, 2)
 
 
-@kernel(MULTIPLY)
-def multiply_wide(
+WORK: Any = None
+"""The code of a kernel, which `add_kernel` puts in this place."""
+
+
+def _multiply(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
-    """Multiply bfloat16 matrix rows with float32 vectors. The weights have no scales."""
-    for place in range(count):
-        w = weights + 2 * place * inputs
-        row = 0
-        while row < rows:
-            own = x + 4 * row * inputs
-            y = results + 4 * (row * stride + place)
-            vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
-            if vectors == 4:
-                _FOUR_VECTORS(w, own, inputs, y, stride)
-            elif vectors == 2:
-                _TWO_VECTORS(w, own, inputs, y, stride)
-            else:
-                _ONE_VECTOR(w, own, inputs, y, stride)
-            row += vectors
+    WORK(weights, count, inputs, x, rows, results, stride)
+
+
+for _name, _bits, _read in (
+    ("multiply_wide", 16, widened),
+    ("multiply_float16", 16, widened_halves),
+    ("multiply_float32", 32, unchanged),
+):
+    add_kernel(_name, MULTIPLY, _multiply, _products(_bits, _read))
 
 
 @kernel(MULTIPLY)
@@ -216,5 +240,5 @@ def prepare_pairs(values: Any, inputs: Any, target: Any) -> None:
 
 VALUE_BYTES = 2 if MULTIPLIES_BFLOAT16 else 4
 """Bytes of one value of a vector that is multiplied with bfloat16 weights."""
-KERNELS["multiply_plain"] = multiply_pairs if MULTIPLIES_BFLOAT16 else multiply_wide
+KERNELS["multiply_plain"] = multiply_pairs if MULTIPLIES_BFLOAT16 else KERNELS["multiply_wide"]
 KERNELS["prepare_plain"] = prepare_pairs if MULTIPLIES_BFLOAT16 else prepare_wide

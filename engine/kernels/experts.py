@@ -13,11 +13,11 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector
+from engine.kernels.compiler.arithmetic import exp, wide_vector
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.compiler.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
+from engine.kernels.compiler.memory import address_of, aligned, call, floats, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
-from engine.kernels.products import MATRIX, block_rows, row_bytes, row_scale_bytes, vector_bytes
+from engine.kernels.products import MATRIX, block_rows, row_bytes, row_of, row_scale_bytes, vector_bytes, write
 from engine.kernels.stored.float_types import FLOATS_OF_MATRIX, WHOLE_ROWS, floats_of_matrix_at
 from engine.kernels.stored.forms import form_at, form_of, scales_of
 
@@ -35,7 +35,7 @@ EXPERTS = np.dtype(
     [
         ("kernels", np.int64),
         ("form", np.int64),
-        ("x", np.int64),  # [T, D] bfloat16
+        ("x", np.int64),  # [T, D] bfloat16, or float32 as the form says
         ("tokens", np.int64),
         ("hidden", np.int64),
         ("experts", np.int64),  # EXPERT of each expert
@@ -45,7 +45,7 @@ EXPERTS = np.dtype(
         ("scales", np.int64),  # [T, S] float32: factors of x; 0 for factors of one
         ("slots", np.int64),
         ("threads", np.int64),
-        ("results", np.int64),  # [T, D] bfloat16
+        ("results", np.int64),  # [T, D], as x
         ("alpha", np.float32),  # α of a ClampedSwiglu
         ("limit", np.float32),  # 0 for a plain SwiGLU, that of GatedGelu below 0, NO_GATE for experts without a gate
         # The kernel computes the remaining fields, for its blocks.
@@ -144,7 +144,7 @@ def _prepare_members(job: Any, chosen_TS: Any, ends_N: Any, place_TS: Any, targe
     scales_TS = numba.carray(floats(job.scales), (job.tokens, job.slots))
     scaled_D = np.empty(hidden, np.float32)
     for token in range(job.tokens):
-        own_D = wide_vector(job.x + 2 * token * hidden, hidden)
+        own_D = row_of(job.x, token, hidden, form)
         for slot in range(job.slots):
             expert = chosen_TS[token, slot]
             place_TS[token, slot] = -1
@@ -353,14 +353,13 @@ def down_block(address: Any, place: Any) -> None:
         if own.down_bias != 0:
             _add_bias(own.down_bias, first, count, down_MW[begin : begin + rows])
     places_TS = numba.carray(integers(job.places), (job.tokens, job.slots))
-    weights_TS, y_TD = (
-        numba.carray(floats(job.weights), (job.tokens, job.slots)),
-        numba.carray(halves(job.results), (job.tokens, hidden)),
-    )
+    weights_TS = numba.carray(floats(job.weights), (job.tokens, job.slots))
+    total_W = np.empty(count, np.float32)
     for token in range(job.tokens):
         for index in range(count):
             total = np.float32(0.0)
             for slot in range(job.slots):
                 if places_TS[token, slot] >= 0:
                     total += weights_TS[token, slot] * down_MW[places_TS[token, slot], index]
-            y_TD[token, first + index] = narrow(total)
+            total_W[index] = total
+        write(job.results, token * hidden + first, total_W, form)

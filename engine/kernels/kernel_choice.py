@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import OptionError
+from engine.kernels.plain_forms import FLOATS, FORMS, plain_form
 from engine.kernels.trial import TRIAL_SHAPE, pays
 from engine.progress import Progress, no_progress
 
@@ -25,6 +26,8 @@ tries both when a model is loaded. Rounding to K types uses compiled kernels unl
 COMPILED_MAX_ROWS = 64
 """Maximum number of rows for the kernels for few rows. Above it, the kernels for many rows are used if the processor
 multiplies bfloat16, and torch does everything else."""
+FLOATS_MAX_ROWS = 16
+"""Maximum number of rows for the kernels for few rows in float32 and float16."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class KernelChoice:
     def for_products(self, rows: int, *tensors: Tensor) -> Any:
         """Return the module of compiled kernels if it multiplies so many rows of these tensors and pays, else None."""
         if not self.takes_many(rows):
-            return self.for_few(rows, *tensors)
+            return self.for_few(rows, *tensors) or self._for_floats(rows, *tensors)
         return self.for_any(*tensors) if rows and self.may_compile and _many_pay() else None
 
     def for_any(self, *tensors: Tensor) -> Any:
@@ -69,6 +72,18 @@ class KernelChoice:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
         kernels = _load_kernels()
+        if kernels is not None:
+            kernels.use_threads(self.threads or torch.get_num_threads())
+        return kernels
+
+    def _for_floats(self, rows: int, *tensors: Tensor) -> Any:
+        """Return the module of compiled kernels if it multiplies so few rows of float32 or float16 and pays, else None."""
+        dtype = tensors[0].dtype
+        if not self.may_compile or not 1 <= rows <= FLOATS_MAX_ROWS or dtype not in FLOATS:
+            return None
+        if torch.is_grad_enabled() or not all(each.is_cpu and each.is_contiguous() for each in tensors):
+            return None
+        kernels = _load_for_floats(dtype)
         if kernels is not None:
             kernels.use_threads(self.threads or torch.get_num_threads())
         return kernels
@@ -83,7 +98,7 @@ DECODING = KernelChoice(may_compile=True, max_few_rows=COMPILED_MAX_ROWS)
 
 
 def is_served(tensor: Tensor) -> bool:
-    """Return whether the compiled kernels read this tensor."""
+    """Return whether the compiled kernels read this tensor of bfloat16."""
     return tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.is_contiguous()
 
 
@@ -102,7 +117,11 @@ def prepare_decoding(
     progress: Progress = no_progress,
 ) -> None:
     """Load the kernels that decode a model, so that the first token does not wait for them."""
-    if dtype != torch.bfloat16 or device.type != "cpu" or (kernels := _import_kernels()) is None:
+    if dtype not in FORMS or device.type != "cpu" or (kernels := _import_kernels()) is None:
+        return
+    if dtype in FLOATS:
+        _load(kernels, kernels.needed_for_floats(plain_form(kernels, dtype)), progress)
+        _load_for_floats(dtype)
         return
     _load(kernels, [] if needed is None else needed(kernels), progress)
     _many_pay()
@@ -145,6 +164,15 @@ def _load_kernels() -> Any:
     if kernels is None:
         return None
     return kernels if wanted_kernels() == "compiled" or pays(kernels, 1, many=False) else None
+
+
+@cache
+def _load_for_floats(dtype: torch.dtype) -> Any:
+    """Return the compiled kernels for weights in float32 or float16, or None as `_load_kernels`."""
+    kernels = imported_kernels()
+    if kernels is None:
+        return None
+    return kernels if wanted_kernels() == "compiled" or pays(kernels, 1, many=False, dtype=dtype) else None
 
 
 def _import_kernels() -> Any:

@@ -1,10 +1,10 @@
-"""x·Wᵀ for weights stored in half precision or as low-bit weights, with the fastest method for this processor.
+"""x·Wᵀ for plain and low-bit weights, with the fastest method for this processor.
 
-Decoding multiplies a few rows and is bound by memory bandwidth. In bfloat16 these products use compiled kernels if Numba is
-installed (engine/kernels), and torch otherwise. Products of many rows use compiled kernels if the processor multiplies pairs
-of bfloat16, and torch otherwise. On processors that only emulate bfloat16 arithmetic (on AVX2 a product of 512 rows takes 8
-times as long as in float32), the weight is widened one block at a time into a small buffer that stays in cache, and
-multiplied in float32, which is also more exact.
+Decoding multiplies a few rows and is bound by memory bandwidth. These products use compiled kernels if Numba is installed
+(engine/kernels), and torch otherwise. Products of many rows use compiled kernels if they are in bfloat16 and the processor
+multiplies pairs of it, and torch otherwise. Where the processor only emulates arithmetic in a dtype, the weight is widened
+one block at a time into a small buffer that stays in cache, and multiplied in float32, which is also more exact. On AVX2 a
+product of 512 rows in bfloat16 takes 8 times as long as in float32, and few processors multiply float16.
 
 Compiled kernels multiply low-bit weights as they are stored. For torch, a low-bit weight is dequantized for its product
 and discarded afterwards, so only one matrix of a model is wide at a time.
@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.kernel_choice import TORCH, KernelChoice, is_served, loaded_kernels
+from engine.kernels.kernel_choice import TORCH, KernelChoice, loaded_kernels
+from engine.kernels.plain_forms import plain_form
 from engine.kernels.stored.block_weight import BlockWeight, RowWeight
 from engine.kernels.stored.float_weight import FloatWeight
 from engine.kernels.stored.quantized_weight import LowBitWeight, QuantizedWeight, Weight
@@ -46,9 +47,22 @@ def has_half_arithmetic() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+@cache
+def has_float16_arithmetic() -> bool:
+    """Return whether torch multiplies float16 with instructions of this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def emulates(dtype: torch.dtype) -> bool:
+    """Return whether this processor emulates arithmetic in a dtype, so that widening to float32 is faster."""
+    if dtype == torch.float16:
+        return not has_float16_arithmetic()
+    return dtype == torch.bfloat16 and not has_half_arithmetic()
+
+
 def is_emulated(tensor: Tensor) -> bool:
-    """Return whether arithmetic on this tensor is emulated, so that widening to float32 is faster."""
-    return tensor.is_cpu and tensor.dtype in (torch.bfloat16, torch.float16) and not has_half_arithmetic()
+    """Return whether arithmetic on this tensor is emulated."""
+    return tensor.is_cpu and emulates(tensor.dtype)
 
 
 def multiplies_bfloat16(tensor: Tensor) -> bool:
@@ -69,7 +83,8 @@ def linears(
         choice.observer(x, weights)
     rows = x.numel() // x.shape[-1]
     kernels, many = choice.for_products(rows, x), choice.takes_many(rows)
-    form = kernel_form(kernels, weights) if kernels is not None and serves_rows(kernels, weights, many=many) else None
+    may_serve = kernels is not None and serves_rows(kernels, weights, many=many)
+    form = kernel_form(kernels, weights, x.dtype) if may_serve else None
     if form is None and kernels is not None and len(weights) > 1:  # weights of several forms
         return [linear(x, weight, bias, choice) for weight, bias in zip(weights, biases, strict=True)]
     if form is None and kernels is not None and many and takes_padded(kernels, weights[0]):
@@ -79,8 +94,9 @@ def linears(
     if form is None:
         return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
-    made = kernels.products(x.data_ptr(), rows, list(map(addresses, weights)), outputs, x.shape[-1], form, many=many)
-    y = as_bfloat16(made).view(*x.shape[:-1], -1)
+    taken = as_taken(x)
+    made = kernels.products(taken.data_ptr(), rows, list(map(addresses, weights)), outputs, x.shape[-1], form, many=many)
+    y = as_tensor(made, x.dtype).view(*x.shape[:-1], -1)
     pieces = (y,) if len(outputs) == 1 else y.split_with_sizes(outputs, dim=-1)
     return [piece if bias is None else piece + bias for piece, bias in zip(pieces, biases, strict=True)]
 
@@ -153,17 +169,26 @@ def embedding(tokens: Tensor, weight_VD: Tensor | RowWeight, dtype: torch.dtype)
     return plain(weight_VD.taken(tokens.flatten()), dtype).view(*tokens.shape, -1)
 
 
-def kernel_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int | str, int] | None:
-    """Return the form that all these weights share, as the kernels need it; None if the kernels cannot serve the weights."""
-    forms = {_own_form(kernels, each) for each in weights}
+def kernel_form(
+    kernels: Any, weights: Sequence[Weight], dtype: torch.dtype = torch.bfloat16
+) -> tuple[int | str, int] | None:
+    """Return the form that all these weights share, as the kernels need it; None if the kernels cannot serve the weights.
+
+    dtype: of the vectors that are multiplied.
+    """
+    forms = {_own_form(kernels, each, dtype) for each in weights}
     return forms.pop() if len(forms) == 1 else None
 
 
-def expert_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int | str, int] | None:
+def expert_form(
+    kernels: Any, weights: Sequence[Weight], dtype: torch.dtype = torch.bfloat16
+) -> tuple[int | str, int] | None:
     """Return the form in which the kernels multiply these matrices of experts in one call; None if they cannot, or if there
     are none.
+
+    dtype: of the vectors that are multiplied.
     """
-    forms = {_own_form(kernels, each) for each in weights}
+    forms = {_own_form(kernels, each, dtype) for each in weights}
     if not forms or None in forms:
         return None
     form: tuple[int | str, int] = forms.pop() if len(forms) == 1 else kernels.MIXED
@@ -186,14 +211,16 @@ def _record_form(kernels: Any, weight: Weight) -> Any:
     return weight.widened_form(kernels) if isinstance(weight, BlockWeight) else _own_form(kernels, weight)
 
 
-def _own_form(kernels: Any, weight: Weight) -> Any:
-    return weight.product_form(kernels) if isinstance(weight, LowBitWeight) else _plain_form(kernels, weight)
+def _own_form(kernels: Any, weight: Weight, dtype: torch.dtype = torch.bfloat16) -> Any:
+    if isinstance(weight, LowBitWeight):
+        return weight.product_form(kernels) if dtype == torch.bfloat16 else None
+    return _plain_form(kernels, weight, dtype)
 
 
-def _plain_form(kernels: Any, weight: Tensor) -> tuple[int | str, int] | None:
+def _plain_form(kernels: Any, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[int | str, int] | None:
     trains = torch.is_grad_enabled() and weight.requires_grad
-    form: tuple[int | str, int] = kernels.PLAIN
-    return form if is_served(weight) and not trains else None
+    is_served = weight.dtype == dtype and weight.is_cpu and weight.is_contiguous()
+    return plain_form(kernels, dtype) if is_served and not trains else None
 
 
 def addresses(weight: Weight) -> tuple[int, int]:
@@ -204,6 +231,16 @@ def addresses(weight: Weight) -> tuple[int, int]:
 def as_bfloat16(bits: Any) -> Tensor:
     """Return a kernel's result as a tensor."""
     return torch.from_numpy(bits).view(torch.bfloat16)
+
+
+def as_taken(x: Tensor) -> Tensor:
+    """Return vectors as the kernels take them: bfloat16 and float32 as they are, float16 in float32."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def as_tensor(made: Any, dtype: torch.dtype) -> Tensor:
+    """Return the result of products of vectors of this dtype, in it."""
+    return as_bfloat16(made) if dtype == torch.bfloat16 else torch.from_numpy(made).to(dtype)
 
 
 def _widened(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

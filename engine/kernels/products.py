@@ -8,8 +8,8 @@ import numba
 import numpy as np
 
 from engine.kernels.compiler.arithmetic import narrow, wide_vector, widen
-from engine.kernels.compiler.compiling import BLOCK, JOB, inline, kernel
-from engine.kernels.compiler.memory import address_of, aligned, call, halves, integers, keep, record_at
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.compiler.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
 from engine.kernels.stored.forms import form_at, form_of
 
@@ -26,14 +26,14 @@ PRODUCTS = np.dtype(
     [
         ("kernels", np.int64),
         ("form", np.int64),
-        ("x", np.int64),  # [T, I] bfloat16
+        ("x", np.int64),  # [T, I] bfloat16, or float32 as the form says
         ("rows", np.int64),
         ("inputs", np.int64),
         ("matrices", np.int64),  # MATRIX of each matrix
         ("ends", np.int64),  # where each matrix's rows end in a row of the results
         ("count", np.int64),
         ("threads", np.int64),
-        ("results", np.int64),  # [T, O] bfloat16
+        ("results", np.int64),  # [T, O], as x
         # The kernel computes the remaining fields, for its blocks.
         ("prepared", np.int64),
         ("block_rows", np.int64),
@@ -67,10 +67,32 @@ def row_scale_bytes(inputs: Any, group: Any) -> Any:
 @inline
 def block_rows(rows: Any, threads: Any, bits: Any) -> Any:
     """Return the matrix rows of a block, where all matrices together have `rows`."""
-    size = MOST_ROWS if bits == 16 else 2 * MOST_ROWS
+    size = MOST_ROWS if bits >= 16 else 2 * MOST_ROWS
     while size > FEWEST_ROWS and rows < size * BLOCKS_OF_A_THREAD * threads:
         size //= 2
     return size
+
+
+@helper
+def row_of(x: Any, row: Any, size: Any, form: Any) -> Any:
+    """Return a float32 copy of row number `row` of x [T, `size`], in a call with this form."""
+    if form.takes_floats:
+        return numba.carray(floats(x + 4 * row * size), (size,)).copy()
+    return wide_vector(x + 2 * row * size, size)
+
+
+@helper
+def write(results: Any, place: Any, values_W: Any, form: Any) -> None:
+    """Write float32 values to the results from a place on, in a call with this form."""
+    count = values_W.shape[0]
+    if form.takes_floats:
+        float_W = numba.carray(floats(results + 4 * place), (count,))
+        for index in range(count):
+            float_W[index] = values_W[index]
+    else:
+        half_W = numba.carray(halves(results + 2 * place), (count,))
+        for index in range(count):
+            half_W[index] = narrow(values_W[index])
 
 
 @kernel(JOB, calls=("parallel_for", "serial_for", "products_block"))
@@ -81,7 +103,7 @@ def products(address: Any) -> None:
     own = vector_bytes(job.inputs, form)
     prepared = aligned(job.rows * own)
     for row in range(job.rows):
-        wide_I = wide_vector(job.x + 2 * row * job.inputs, job.inputs)
+        wide_I = row_of(job.x, row, job.inputs, form)
         call(form.prepare, (address_of(wide_I), job.inputs, address_of(prepared) + row * own))
         keep(wide_I)
     ends_M = numba.carray(integers(job.ends), (job.count,))
@@ -116,10 +138,8 @@ def products_block(address: Any, block: Any) -> None:
     scales = own.scales + (first - begin) * row_scale_bytes(inputs, form.group)
     given = (weights, scales, form.group, count, inputs, job.prepared, job.rows, address_of(wide_TW), size)
     call(form.multiply, given)
-    y_TO = numba.carray(halves(job.results), (job.rows, ends_M[-1]))
     for row in range(job.rows):
-        for place in range(count):
-            y_TO[row, first + place] = narrow(wide_TW[row, place])
+        write(job.results, row * ends_M[-1] + first, wide_TW[row, :count], form_at(job.form))
 
 
 @kernel("void(int64, int64, float32, int64, int64, int64)")

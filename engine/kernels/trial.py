@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.plain_forms import FLOATS, plain_form
+
 TRIAL_SHAPE = 4096, 4096
 """Shape of the trial's matrix: 32 MB, more than most caches hold."""
 CLEARLY = 1.5
@@ -25,13 +27,14 @@ MOST_TRIALS = 8
 FILE = "verdicts.json"
 
 
-def pays(kernels: Any, rows: int, *, many: bool) -> bool:
+def pays(kernels: Any, rows: int, *, many: bool, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether the kernels are not clearly slower than torch at so many rows, by an earlier trial or by one now."""
     file = kernels.cache_directory() / FILE
     key = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {rows} rows"
+    key += "" if dtype == torch.bfloat16 else f" of {str(dtype).removeprefix('torch.')}"
     verdicts = read_verdicts(file)
     if key not in verdicts:
-        verdicts[key] = _try(kernels, rows, many)
+        verdicts[key] = _try(kernels, rows, many, dtype)
         _write(file, verdicts)
     return verdicts[key]
 
@@ -56,15 +59,16 @@ def _write(file: Path, verdicts: dict[str, bool]) -> None:
         return
 
 
-def _try(kernels: Any, rows: int, many: bool) -> bool:
+def _try(kernels: Any, rows: int, many: bool, dtype: torch.dtype) -> bool:
     """The trial: 50 ms for one row, 200 ms for 128."""
-    weight_OI = torch.ones(TRIAL_SHAPE, dtype=torch.bfloat16)
-    x = torch.ones(rows, TRIAL_SHAPE[1], dtype=torch.bfloat16)
+    weight_OI = torch.ones(TRIAL_SHAPE, dtype=dtype)
+    x = torch.ones(rows, TRIAL_SHAPE[1], dtype=dtype)
+    form, taken = plain_form(kernels, dtype), x.float() if dtype in FLOATS else x
     kernels.use_threads(torch.get_num_threads())
 
     def compiled() -> None:
         outputs, inputs = TRIAL_SHAPE
-        kernels.products(x.data_ptr(), rows, [(weight_OI.data_ptr(), 0)], [outputs], inputs, many=many)
+        kernels.products(taken.data_ptr(), rows, [(weight_OI.data_ptr(), 0)], [outputs], inputs, form, many=many)
 
     def of_torch() -> None:
         F.linear(x, weight_OI)

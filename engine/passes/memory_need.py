@@ -18,7 +18,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.mxfp4 import is_packed
 from engine.errors import OptionError
 from engine.families.tensor_shapes import layer_tensors
-from engine.kernels.linear import has_half_arithmetic
+from engine.kernels.linear import emulates
 from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget, resident_memory_bytes
 from engine.passes.streaming import chunk_tokens
@@ -129,6 +129,6 @@ def _largest_piece(checkpoint: Checkpoint, demand: MemoryDemand) -> int:
     whole = [sum(math.prod(shape) for shape in layer.values()) for layer in layers]
     is_blocks = checkpoint.float8 or checkpoint.nvfp4 or checkpoint.gguf or is_packed(checkpoint.raw_config)
     converted = checkpoint.model_dtype != demand.dtype or is_blocks
-    if demand.gradients and size == 2 and not has_half_arithmetic():
+    if demand.gradients and emulates(demand.dtype):
         return max(3 * max(whole), head) * size  # converted to float32 for the backward pass
     return max(max(whole if converted else experts), head) * size

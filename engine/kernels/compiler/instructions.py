@@ -12,11 +12,12 @@ from llvmlite import ir
 LANES = 16
 """Number of float32 values in a vector register."""
 FLOAT, BYTE, SHORT, INT, INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+HALF = ir.HalfType()
 FLOATS, INTS, SHORTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir.VectorType(SHORT, LANES)
 IN_ORDER = ("contract",)
 """Flags of operations whose order must stay. Operations without flags may be reordered (compiling.py), differently for each
 number of rows of a product."""
-AHEAD = {16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
+AHEAD = {32: 8192, 16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
 """Prefetch distance in bytes, for a matrix of so many bits. The processor's own prefetching stops at the end of each 4 kB,
 and out-of-order execution does not look far ahead where each byte is multiplied with several vectors."""
 
@@ -51,6 +52,16 @@ def widened(builder: Any, address: Any, size: int) -> Any:
     half = ir.Constant(many(INT, size), 16 if size == 1 else [16] * size)
     bits = builder.zext(load(builder, address, many(SHORT, size)), many(INT, size))
     return builder.bitcast(builder.shl(bits, half), many(FLOAT, size))
+
+
+def widened_halves(builder: Any, address: Any, size: int) -> Any:
+    """Return `size` float16 values as float32."""
+    return builder.fpext(load(builder, address, many(HALF, size)), many(FLOAT, size))
+
+
+def unchanged(builder: Any, address: Any, size: int) -> Any:
+    """Return `size` float32 values."""
+    return load(builder, address, many(FLOAT, size))
 
 
 def narrowed(builder: Any, values: Any) -> Any:

@@ -26,6 +26,9 @@ from engine.kernels.stored.float_types import FLOAT_KINDS, TAKES_PAIRS
 Form = tuple[int | str, int]
 PLAIN: Form = (16, 1)
 """The form of bfloat16, whose values have no scales."""
+FLOAT32: Form = ("float32", 1)
+FLOAT16: Form = ("float16", 1)
+"""The forms of plain weights in these dtypes. Calls with them take and return float32, all others bfloat16."""
 BLOCKS: Form = ("blocks", RUN)
 """The form of matrices in blocks, which contain their scales."""
 MIXED: Form = ("mixed", RUN)
@@ -41,6 +44,7 @@ FORM = np.dtype(
         ("vector", np.int64),  # bytes of four values of a prepared vector
         ("by_matrix", np.int64),  # whether each matrix has the address of its own form in the place of scales
         ("own_vectors", np.int64),  # whether vectors are prepared for each matrix
+        ("takes_floats", np.int64),  # whether a call takes and returns float32, not bfloat16
         ("scales", np.int64),  # address of the scales, in a record of one matrix
         ("multiply", np.int64),  # addresses of kernels
         ("prepare", np.int64),
@@ -77,6 +81,9 @@ class _Row(NamedTuple):
 def _row(kind: int | str) -> _Row:
     if kind == 16:
         return _Row(16, 1, 2, 4 * VALUE_BYTES, "multiply_plain", "prepare_plain")
+    if kind in (FLOAT32[0], FLOAT16[0]):
+        size = 4 if kind == FLOAT32[0] else 2
+        return _Row(8 * size, 1, size, 16, f"multiply_{kind}", "prepare_wide")
     if kind == MIXED[0]:
         return _Row(8, 1, 1, max(_ROUNDED_BYTES, 4 * VALUE_BYTES, 8 if TAKES_PAIRS else 16))
     if isinstance(kind, int):
@@ -116,6 +123,7 @@ def _record(form: Form) -> Any:
     for name in ("bits", "numbers", "bytes", "vector"):
         record[name] = getattr(row, name)
     record["group"], record["by_matrix"], record["own_vectors"] = form[1], form in (BLOCKS, MIXED), form == MIXED
+    record["takes_floats"] = form in (FLOAT32, FLOAT16)
     for name in ("multiply", "prepare", "widen"):
         record[name] = KERNELS[own].address if (own := getattr(row, name)) else 0
     return record

@@ -16,6 +16,8 @@ from engine.kernels import trial
 class Kernels:
     """As the trial sees them: `seconds` for a product."""
 
+    PLAIN = FLOAT32 = FLOAT16 = (16, 1)
+
     def __init__(self, place: Path, seconds: float) -> None:
         self._place, self._seconds, self.products_made = place, seconds, 0
 
@@ -45,6 +47,8 @@ def test_a_verdict_is_kept(is_slow: bool, tmp_path: Path) -> None:
     second = Kernels(tmp_path, 0.0)
     assert trial.pays(second, 1, many=False) != is_slow and second.products_made == 0
     assert trial.pays(second, 128, many=True) in (True, False) and second.products_made > 0, "of other rows it is another"
+    assert trial.pays(Kernels(tmp_path, 0.0), 1, many=False, dtype=torch.float32) in (True, False)
+    assert len(trial.read_verdicts(tmp_path / trial.FILE)) == 3, "and so it is of another dtype"
     assert [path.name for path in tmp_path.iterdir()] == [trial.FILE]
 
 
