@@ -9,10 +9,11 @@ from typing import Any
 
 from llvmlite import ir
 
+from engine.kernels.compiler.processor import WIDENS_HALVES
+
 LANES = 16
 """Number of float32 values in a vector register."""
 FLOAT, BYTE, SHORT, INT, INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-HALF = ir.HalfType()
 FLOATS, INTS, SHORTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir.VectorType(SHORT, LANES)
 IN_ORDER = ("contract",)
 """Flags of operations whose order must stay. Operations without flags may be reordered (compiling.py), differently for each
@@ -54,9 +55,30 @@ def widened(builder: Any, address: Any, size: int) -> Any:
     return builder.bitcast(builder.shl(bits, half), many(FLOAT, size))
 
 
+def wide_halves(builder: Any, bits: Any) -> Any:
+    """Return float32 values of a vector of float16, which is given as its bits."""
+    size = bits.type.count
+    wide, numbers = ir.VectorType(FLOAT, size), ir.VectorType(INT, size)
+
+    def every(value: int) -> Any:
+        return ir.Constant(numbers, [value] * size)
+
+    if WIDENS_HALVES:
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), size)), wide)
+    given = builder.zext(bits, numbers)
+    magnitude = builder.shl(builder.and_(given, every(0x7FFF)), every(13))
+    # A float16 has 5 bits of exponent with a bias of 15, and a float32 8 bits with one of 127.
+    value = builder.bitcast(builder.fmul(builder.bitcast(magnitude, wide), ir.Constant(wide, [2.0**112] * size)), numbers)
+    endless = builder.icmp_unsigned(">=", magnitude, every(0x7C00 << 13))
+    value = builder.select(endless, builder.or_(magnitude, every(0xFF << 23)), value)
+    sign = builder.shl(builder.and_(given, every(0x8000)), every(16))
+    return builder.bitcast(builder.or_(value, sign), wide)
+
+
 def widened_halves(builder: Any, address: Any, size: int) -> Any:
     """Return `size` float16 values as float32."""
-    return builder.fpext(load(builder, address, many(HALF, size)), many(FLOAT, size))
+    wide = wide_halves(builder, load(builder, address, ir.VectorType(SHORT, size)))
+    return builder.extract_element(wide, INT(0)) if size == 1 else wide
 
 
 def unchanged(builder: Any, address: Any, size: int) -> Any:

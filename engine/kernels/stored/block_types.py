@@ -12,8 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.compiler.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, SHORT, load, many
-from engine.kernels.compiler.processor import WIDENS_HALVES
+from engine.kernels.compiler.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, SHORT, load, many, wide_halves
 
 RUN = 32
 """Number of weights that are unpacked together."""
@@ -88,23 +87,6 @@ def joined(builder: Any, first: Any, second: Any) -> Any:
 def taken(builder: Any, values: Any, places: list[int]) -> Any:
     """Return the values of a vector at these places."""
     return builder.shuffle_vector(values, values, ir.Constant(ir.VectorType(INT, len(places)), places))
-
-
-def wide_halves(builder: Any, bits: Any) -> Any:
-    """Return float32 values of a vector of float16, which is given as its bits."""
-    size = bits.type.count
-    wide = ir.VectorType(FLOAT, size)
-    if WIDENS_HALVES:
-        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), size)), wide)
-    numbers = ir.VectorType(INT, size)
-    given = builder.zext(bits, numbers)
-    magnitude = builder.shl(builder.and_(given, _same(numbers, 0x7FFF)), _same(numbers, 13))
-    # A float16 has 5 bits of exponent with a bias of 15, and a float32 8 bits with one of 127.
-    value = builder.bitcast(builder.fmul(builder.bitcast(magnitude, wide), ir.Constant(wide, [2.0**112] * size)), numbers)
-    endless = builder.icmp_unsigned(">=", magnitude, _same(numbers, 0x7C00 << 13))
-    value = builder.select(endless, builder.or_(magnitude, _same(numbers, 0xFF << 23)), value)
-    sign = builder.shl(builder.and_(given, _same(numbers, 0x8000)), _same(numbers, 16))
-    return builder.bitcast(builder.or_(value, sign), wide)
 
 
 def _halves_at(builder: Any, addresses: list[Any], count: int) -> Any:

@@ -109,15 +109,15 @@ def test_float16_is_widened_without_an_instruction(monkeypatch: pytest.MonkeyPat
     from numba import njit, types
     from numba.extending import intrinsic
 
+    from engine.kernels.compiler import instructions
     from engine.kernels.compiler.instructions import FLOAT, SHORT, load, many
-    from engine.kernels.stored import block_types
 
-    monkeypatch.setattr(block_types, "WIDENS_HALVES", False)
+    monkeypatch.setattr(instructions, "WIDENS_HALVES", False)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def widen(context: Any, source: Any, target: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            wide = block_types.wide_halves(builder, load(builder, arguments[0], many(SHORT, 8)))
+            wide = instructions.wide_halves(builder, load(builder, arguments[0], many(SHORT, 8)))
             place = builder.inttoptr(arguments[1], many(FLOAT, 8).as_pointer())
             builder.store(wide, place, align=2)
             return context.get_dummy_value()
