@@ -1,19 +1,24 @@
-"""Decoding and prefill of a random mixture of 1.5 B parameters: ours, transformers and llama.cpp, in 16, 8 and 4 bits.
+"""Decoding and prefill of a random mixture of 1.5 B parameters: ours, transformers, llama.cpp and vLLM, in 16, 8 and 4 bits.
 
 pip install llama-cpp-python gguf matplotlib
-python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2]
+python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2] [--vllm-python PYTHON] [--hide avx512]
 
 All contenders stay loaded and are timed in turn. Speeds are medians. A ratio is the median of ratios of two consecutive
-measurements: memory bandwidth drifts within a minute, so contenders of equal bits decode in turn several times. transformers
-is measured with its defaults, and with the fastest of its implementations of experts in each test. llama.cpp gets the same
-weights, as `compress export --format gguf` writes them. Memory bandwidth is measured in each round too, by summing 1 GB with
-as many threads.
+measurements: memory bandwidth drifts within a minute, so contenders of equal bits decode in turn several times.
+transformers is measured with its defaults, and with the fastest of its implementations of experts in each test; long
+prompts, which are read in every second round, with those that compile no shape of their own. vLLM is timed in turn with
+this engine alone, after the others, because all do not fit into 24 GB. llama.cpp gets the same weights, as `compress export
+--format gguf` writes them. Memory bandwidth is measured in each round too, by summing 1 GB with as many threads.
+
+With `--hide avx512` nothing uses AVX-512, which shows the speed on a processor with AVX2 alone. llama.cpp must have been
+built without it: `GGML_NATIVE=OFF`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,21 +26,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
 from results import RESULTS, markdown, require, save, times
+from vllm_agreement import version as vllm_version
 
 from compress.export.gguf import export_gguf
 from compress.options.export import GgufExportOptions
 from engine.bench.backends import COMPILED, BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME
+from engine.kernels import linear
 
-PROMPT, NEW, BATCH = 512, 64, 8
+PROMPT, LONG, NEW, BATCH = 512, 4096, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
 """Names of llama.cpp's file types, and their numbers."""
 TURNS = 3
@@ -46,14 +53,29 @@ DEFAULT, BEST = "transformers, bf16", "transformers, bf16, its best"
 COMPILED_LAYERS = "transformers, compiled layers"
 BITS = {"bf16": ("ours, bf16", DEFAULT, BEST, "llama.cpp BF16"), "8 bits": ("ours, 8 bits", "llama.cpp Q8_0")}
 BITS["4 bits"] = ("ours, 4 bits", "llama.cpp Q4_0", "llama.cpp Q4_K_M")
-PREFILL, DECODE, TOGETHER = f"prefill {PROMPT}", f"decode {NEW}", f"decode {NEW}, {BATCH} sequences"
+VLLM, BESIDE_VLLM = "vLLM, bf16", "ours, beside vLLM"
+PREFILL, LONG_PREFILL = f"prefill {PROMPT}", f"prefill {LONG}"
+DECODE, TOGETHER = f"decode {NEW}", f"decode {NEW}, {BATCH} sequences"
+TESTS = (PREFILL, LONG_PREFILL, DECODE, TOGETHER)
 IMPLEMENTATIONS = {
+    LONG_PREFILL: ("grouped_mm", "eager"),
+    TOGETHER: ("grouped_mm", "eager", f"{COMPILED}grouped_mm"),
     PREFILL: ("grouped_mm", "eager", f"{COMPILED}grouped_mm"),
     DECODE: ("grouped_mm", "batched_mm", "eager", f"{COMPILED}grouped_mm", f"{COMPILED}batched_mm"),
 }
 """Implementations of experts in transformers, some with each layer compiled by torch.compile. batched_mm is left out for
 prompts: it copies every token's experts, 18 GB for a prompt of 512.
 """
+HIDDEN = {
+    "avx512": {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "+64bit,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+bmi,+bmi2,+f16c,+fma",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    }
+}
+"""Environments in which this engine and transformers do not use some instructions, by the name of what is hidden."""
 Rates = dict[str, dict[str, list[float]]]
 
 
@@ -88,11 +110,14 @@ def quantise_gguf(source: Path, target: Path, number: int) -> None:
 
 # Workers: each loads its model once, and answers the name of a test with tokens per second.
 
-CASES = {PREFILL: (BenchCase("pp", PROMPT), 1), DECODE: (BenchCase("tg", NEW), 1), TOGETHER: (BenchCase("tg", NEW), BATCH)}
+CASES = {PREFILL: (BenchCase("pp", PROMPT), 1), LONG_PREFILL: (BenchCase("pp", LONG), 1), DECODE: (BenchCase("tg", NEW), 1)}
+CASES[TOGETHER] = BenchCase("tg", NEW), BATCH
 
 
 def worker_of_ours(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
     """Return the worker of this engine."""
+    if given["hidden"]:
+        linear.has_half_arithmetic = lambda: False  # torch tells what the processor has, whatever the environment hides
     backend = TorchBackend(BenchSpec(given["model"], threads=given["threads"], skip_threshold=given["skip_threshold"]))
     backend.count_skips(False)
 
@@ -121,7 +146,7 @@ def worker_of_transformers(given: dict[str, Any]) -> Callable[[str], dict[str, A
 
 def _rate(backend: Any, test: str) -> float:
     case, batch = CASES[test]
-    tokens_BL = torch.randint(32000, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+    tokens_BL = torch.randint(32000, (batch, LONG), generator=torch.Generator().manual_seed(0))
     return case.tokens * batch / run_case(backend, case, tokens_BL)
 
 
@@ -129,17 +154,21 @@ def worker_of_llama_cpp(given: dict[str, Any]) -> Callable[[str], dict[str, Any]
     """Return the worker of llama.cpp, which uses the Python wrapper of its C API."""
     import llama_cpp
 
-    sizes = {"n_ctx": PROMPT + NEW, "n_batch": PROMPT, "n_ubatch": PROMPT}
+    sizes = {"n_ctx": LONG + NEW, "n_batch": PROMPT, "n_ubatch": PROMPT}
     threads = {"n_threads": given["threads"], "n_threads_batch": given["threads"]}
     model = llama_cpp.Llama(given["model"], verbose=False, **threads, **sizes)
-    tokens = np.random.default_rng(0).integers(0, model.n_vocab(), PROMPT).tolist()
+    tokens = np.random.default_rng(0).integers(0, model.n_vocab(), LONG).tolist()
+    together = _sequences_of_llama_cpp(model, given["threads"], tokens)
 
     def answer(test: str) -> dict[str, Any]:
+        if test == TOGETHER:
+            return {"rate": together()}
         model.reset()
         started = time.perf_counter()
-        if test == PREFILL:
-            model.eval(tokens)
-            return {"rate": PROMPT / (time.perf_counter() - started)}
+        if test in (PREFILL, LONG_PREFILL):
+            count = PROMPT if test == PREFILL else LONG
+            model.eval(tokens[:count])
+            return {"rate": count / (time.perf_counter() - started)}
         for token in tokens[:NEW]:
             model.eval([token])
         return {"rate": NEW / (time.perf_counter() - started)}
@@ -147,16 +176,59 @@ def worker_of_llama_cpp(given: dict[str, Any]) -> Callable[[str], dict[str, Any]
     return answer
 
 
+def _sequences_of_llama_cpp(model: Any, threads: int, tokens: list[int]) -> Callable[[], float]:
+    """Return a function that decodes several sequences of a loaded model at once, and returns their tokens per second."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx, parameters.n_seq_max = BATCH * 4 * NEW, BATCH
+    parameters.n_threads = parameters.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(model._model.model, parameters)
+    batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+    batch.n_tokens = BATCH
+
+    def rate() -> float:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        started = time.perf_counter()
+        for position in range(NEW):
+            for row in range(BATCH):
+                batch.token[row], batch.pos[row] = tokens[row * NEW + position], position
+                batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, row, True
+            failed = llama_cpp.llama_decode(context, batch)
+            assert not failed, f"llama_decode returned {failed}"
+            llama_cpp.llama_synchronize(context)
+        return BATCH * NEW / (time.perf_counter() - started)
+
+    return rate
+
+
 WORKERS = {"ours": worker_of_ours, "transformers": worker_of_transformers, "llama.cpp": worker_of_llama_cpp}
+
+
+class Setting(NamedTuple):
+    """What all contenders share."""
+
+    threads: int
+    vllm_python: Path | None
+    hidden: str
+    """A key of HIDDEN, or nothing."""
 
 
 class Contender:
     """A process that holds one model."""
 
-    def __init__(self, kind: str, model: Path, threads: int, skip_threshold: float = 0.0) -> None:
-        given = {"kind": kind, "model": str(model), "threads": threads, "skip_threshold": skip_threshold}
+    def __init__(self, kind: str, model: Path, setting: Setting, skip_threshold: float = 0.0) -> None:
+        given = {"kind": kind, "model": str(model), "threads": setting.threads, "skip_threshold": skip_threshold}
+        given["hidden"] = setting.hidden
         command = [sys.executable, __file__, "--worker", json.dumps(given)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if kind == "vLLM":
+            given["tests"] = {
+                name: (case.tokens if case.kind == "pp" else 1, 1 if case.kind == "pp" else case.tokens, batch)
+                for name, (case, batch) in CASES.items()
+            }
+            command = [str(setting.vllm_python), str(Path(__file__).with_name("vllm_peer.py")), json.dumps(given)]
+        environment = os.environ | HIDDEN.get(setting.hidden, {})
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self.ask(PREFILL)  # so that the next one loads undisturbed
 
     def ask(self, test: str) -> dict[str, Any]:
@@ -164,7 +236,7 @@ class Contender:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(test, file=self._process.stdin, flush=True)
         for line in self._process.stdout:
-            if line.startswith("{"):
+            if line.startswith('{"rate"'):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
         raise RuntimeError(f"{self._process.args}: ended without an answer")
@@ -175,13 +247,13 @@ class Contender:
         self._process.wait()
 
 
-def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str, dict[str, Any]], list[float]]:
+def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict[str, dict[str, Any]], list[float]]:
     """Return rates by contender and test, the figures of our reports, and memory bandwidth in GB/s."""
-    contenders = {title: Contender("ours", directory / name, threads) for title, name in OURS.items()}
-    contenders[SKIPPING] = Contender("ours", directory / "bf16", threads, 1.0)
-    contenders |= {f"llama.cpp {name}": Contender("llama.cpp", directory / f"{name}.gguf", threads) for name in LLAMA_TYPES}
+    contenders = {title: Contender("ours", directory / name, setting) for title, name in OURS.items()}
+    contenders[SKIPPING] = Contender("ours", directory / "bf16", setting, 1.0)
+    contenders |= {f"llama.cpp {name}": Contender("llama.cpp", directory / f"{name}.gguf", setting) for name in LLAMA_TYPES}
     for title in (DEFAULT, COMPILED_LAYERS):  # layers that are compiled once stay so
-        contenders[title] = Contender("transformers", directory / "bf16", threads)
+        contenders[title] = Contender("transformers", directory / "bf16", setting)
     rates: Rates = {}
     said: dict[str, dict[str, Any]] = {}
     streams = []
@@ -197,21 +269,42 @@ def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str
             for title in members:
                 contenders[title].ask(PREFILL)  # the system may have evicted pages of a waiting process
                 time_once(title, PREFILL, place)
+                if place % 2:
+                    time_once(title, LONG_PREFILL, place)
             for _ in range(TURNS):
                 for title in members:
                     time_once(title, DECODE, place)
+            for title in members:
+                time_once(title, TOGETHER, place)
             for test, names in IMPLEMENTATIONS.items():
-                for name in names if DEFAULT in members else ():
+                for name in names if DEFAULT in members and (place % 2 or test != LONG_PREFILL) else ():
                     time_once(holder(name), f"{test}:{name}", place)
-            time_once(titles[0], TOGETHER, place)
-        streams.append(stream(threads))
+        streams.append(stream(setting.threads))
     for contender in contenders.values():
         contender.end()
     rates[BEST] = {
         test: max((rates[holder(name)][f"{test}:{name}"] for name in names), key=statistics.median)
         for test, names in IMPLEMENTATIONS.items()
     }
+    if setting.vllm_python is not None:
+        rates |= measure_vllm(directory, rounds, setting)
     return rates, said, streams[1:]
+
+
+def measure_vllm(directory: Path, rounds: int, setting: Setting) -> Rates:
+    """Return the rates of vLLM, and ours in the same rounds."""
+    kinds = {BESIDE_VLLM: "ours", VLLM: "vLLM"}
+    contenders = {title: Contender(kind, directory / "bf16", setting) for title, kind in kinds.items()}
+    rates: Rates = {title: {test: [] for test in TESTS} for title in kinds}
+    for place in range(rounds + 1):
+        for test in (PREFILL, *((LONG_PREFILL,) if place % 2 else ()), *(DECODE,) * TURNS, TOGETHER):
+            for title, contender in contenders.items():
+                rate = contender.ask(test)["rate"]
+                if place:
+                    rates[title][test].append(rate)
+    for contender in contenders.values():
+        contender.end()
+    return rates
 
 
 def holder(implementation: str) -> str:
@@ -239,31 +332,20 @@ def stream(threads: int) -> float:
 
 
 def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], directory: Path) -> list[dict[str, Any]]:
-    """Return a row for each contender, with the ratio of our speed at equal bits to its own, and rows for batches."""
+    """Return a row for each contender: its speeds, and the ratio of our speed at equal bits to each."""
     made = []
-    medians = {title: {test: statistics.median(found) for test, found in own.items()} for title, own in rates.items()}
     for bits, titles in BITS.items():
-        ours = rates[titles[0]]
-        for title in titles:
-            row: dict[str, Any] = {"title": title, "bits": bits}
-            row |= {test: medians[title][test] for test in (PREFILL, DECODE)}
-            row |= {f"{test} ratio": ratio(ours[test], rates[title][test]) for test in (PREFILL, DECODE)}
+        for title in (*titles, *((VLLM, SKIPPING) if bits == "bf16" else ())):
+            if title not in rates:
+                continue
+            found, ours = rates[title], rates[BESIDE_VLLM if title == VLLM else titles[0]]
+            row: dict[str, Any] = {"title": title, "bits": bits} | {test: statistics.median(found[test]) for test in TESTS}
+            row |= {f"{test} ratio": ratio(ours[test], found[test]) for test in TESTS}
             read = bytes_per_token(title, said, directory)
-            row |= {"bytes_per_token": read, "share": read * medians[title][DECODE] / 1e9 / statistics.median(streams)}
-            row["rounds"] = {test: rates[title][test] for test in (PREFILL, DECODE)}
-            made.append(row)
-        if bits == "bf16":
-            made.append({"title": SKIPPING, "bits": bits, **{test: medians[SKIPPING][test] for test in (PREFILL, DECODE)}})
-            made[-1] |= {f"{test} ratio": ratio(ours[test], rates[SKIPPING][test]) for test in (PREFILL, DECODE)}
-            read = said[SKIPPING]["bytes_per_token"]
-            share = read * medians[SKIPPING][DECODE] / 1e9 / statistics.median(streams)
-            made[-1] |= {"bytes_per_token": read, "share": share, "skipped": said[SKIPPING]["skipped"]}
-            made[-1]["rounds"] = {test: rates[SKIPPING][test] for test in (PREFILL, DECODE)}
-    for title in OURS:
-        made.append({"title": f"{title}, {BATCH} sequences", "bits": "together", DECODE: medians[title][TOGETHER]})
-        last_turns = rates[title][DECODE][TURNS - 1 :: TURNS]  # the turns just before
-        made[-1] |= {"alone": ratio(rates[title][TOGETHER], last_turns), "alone_rounds": last_turns}
-        made[-1]["rounds"] = {TOGETHER: rates[title][TOGETHER]}
+            row |= {"bytes_per_token": read, "share": read * row[DECODE] / 1e9 / statistics.median(streams)}
+            row |= {"skipped": said[title]["skipped"]} if title == SKIPPING else {}
+            row |= {"ours": {test: ours[test] for test in TESTS}} if title == VLLM else {}
+            made.append(row | {"rounds": {test: found[test] for test in TESTS}})
     return made
 
 
@@ -285,24 +367,21 @@ def bytes_per_token(title: str, said: dict[str, dict[str, Any]], directory: Path
 def table(figures: dict[str, Any]) -> str:
     """Return the table of the page. A speed-up is that of this engine over the peer of its row."""
     model = f"{figures['parameters'] / 1e9:.1f} B parameters, {figures['top_k']} of {figures['experts']} experts"
-    header = [model, f"{PREFILL} t/s", "speed-up of ours", f"{DECODE} t/s", "speed-up of ours"]
+    header = [model, *(part for test in TESTS for part in (f"{test} t/s", "speed-up of ours"))]
     header += ["MB a token", "share of memory bandwidth"]
-    ours = {row["bits"]: row.get("rounds", {}) for row in figures["rows"] if row["title"] in OURS}
+    ours = {row["bits"]: row["rounds"] for row in figures["rows"] if row["title"] in OURS}
 
-    def by_it(row: dict[str, Any], test: str) -> str:
-        if row["title"].startswith("ours"):
-            return ""
-        return times(row[f"{test} ratio"], ours[row["bits"]].get(test, ()), row.get("rounds", {}).get(test, ()))
+    def cells(row: dict[str, Any], test: str) -> list[str]:
+        speed = f"{row[test]:.0f}" if test in (PREFILL, LONG_PREFILL) else f"{row[test]:.1f}"
+        is_peer = not row["title"].startswith("ours")
+        own = row.get("ours", ours[row["bits"]])
+        return [speed, times(row[f"{test} ratio"], own[test], row["rounds"][test]) if is_peer else ""]
 
     lines = []
     for row in figures["rows"]:
-        if row["bits"] == "together":
-            alone = times(row["alone"], row.get("rounds", {}).get(TOGETHER, ()), row.get("alone_rounds", ()))
-            lines.append([row["title"], "", "", f"{row[DECODE]:.1f}", f"{alone} of one", "", ""])
-            continue
         name = row["title"] + (f" ({row['skipped']:.0%} skipped)" if "skipped" in row else "")
-        figures = [f"{row[PREFILL]:.0f}", by_it(row, PREFILL), f"{row[DECODE]:.1f}", by_it(row, DECODE)]
-        lines.append([name, *figures, f"{row['bytes_per_token'] / 1e6:.0f}", f"{row['share']:.0%}"])
+        speeds = [cell for test in TESTS for cell in cells(row, test)]
+        lines.append([name, *speeds, f"{row['bytes_per_token'] / 1e6:.0f}", f"{row['share']:.0%}"])
     return markdown(header, lines)
 
 
@@ -317,7 +396,7 @@ def quoted(figures: dict[str, Any]) -> dict[str, str]:
     return said
 
 
-TABLES = {"decode": table}
+TABLES = {"decode": table, "decode_without_avx512": table}
 IN_TEXT = {"decode": quoted}
 
 
@@ -328,7 +407,7 @@ def picture(figures: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [row for row in figures["rows"] if row["bits"] in BITS and row["title"] != SKIPPING]
+    shown = [row for row in figures["rows"] if row["title"] != SKIPPING]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for axis, test in zip(axes, (DECODE, PREFILL), strict=True):
         places, place = [], 0.0
@@ -352,6 +431,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vllm-python", type=Path, help="of the environment of vLLM; without it vLLM is left out")
+    parser.add_argument("--hide", choices=HIDDEN, default="", help="instructions that nothing uses")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -361,30 +442,38 @@ def main() -> None:
             print(json.dumps(answer(line.strip())), flush=True)
         return
     require("llama_cpp", "gguf", "matplotlib")
+    if arguments.hide and "AVX512 = 1" in peers(arguments.vllm_python)["llama.cpp by llama-cpp-python"]["build"]:
+        parser.error("llama.cpp was built with AVX-512, which it cannot hide")
+    setting = Setting(arguments.threads, arguments.vllm_python, arguments.hide)
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         prepare(directory, arguments.layers)
-        rates, said, streams = measure(directory, arguments.rounds, arguments.threads)
+        rates, said, streams = measure(directory, arguments.rounds, setting)
         made = rows(rates, said, streams, directory)
         config = Checkpoint(directory / "bf16").raw_config
         parameters = Checkpoint(directory / "bf16").parameters
     figures = {"parameters": parameters, "experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
     figures |= {"threads": arguments.threads, "stream_gb_per_second": streams, "rows": made}
-    save("decode", figures, peers())
-    picture(figures, RESULTS / "decode.png")
+    name = f"decode_without_{arguments.hide}" if arguments.hide else "decode"
+    save(name, figures, peers(arguments.vllm_python))
+    if not arguments.hide:
+        picture(figures, RESULTS / "decode.png")
 
 
-def peers() -> dict[str, dict[str, str]]:
+def peers(vllm_python: Path | None) -> dict[str, dict[str, str]]:
     """Return the versions of the peers, and the instruction sets that llama.cpp was built with."""
     import llama_cpp
     import transformers
 
     built = llama_cpp.llama_print_system_info().decode().strip()
-    return {
+    found = {
         "llama.cpp by llama-cpp-python": {"version": llama_cpp.__version__, "build": built},
         "transformers": {"version": transformers.__version__},
     }
+    if vllm_python is not None:
+        found["vLLM"] = {"version": str(vllm_version(str(vllm_python)))}
+    return found
 
 
 if __name__ == "__main__":
