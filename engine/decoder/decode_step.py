@@ -1,9 +1,10 @@
 """One step of decoding in one compiled call, for decoders whose parts the kernels support.
 
 For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
-compute the same products with the same rounding as `model.DecoderLayer`. A decoder with any unsupported part runs layer by
-layer instead. Such parts are latent and linear attention, output gates, zero-centered norms, norms of values and of
-outputs, routers other than the top-k of a softmax, partly rotated heads, and observers of experts.
+compute the same products with the same rounding as `model.DecoderLayer`. Attention that they do not know is computed by its
+module, which the step calls back: latent and linear attention, output gates, norms of values, and partly rotated heads. So
+are choices of experts other than the top-k of a softmax. A decoder with any other unsupported part runs layer by layer
+instead. Such parts are norms of outputs, norms of a block's own, scaled inputs of experts, and observers of experts.
 
 Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
 """
@@ -24,7 +25,19 @@ from engine.decoder.attention import Attention, Positions
 from engine.decoder.experts import Expert, MoeBlock, table_rows
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
-from engine.decoder.routing import Routing, Selection, Skipping, TopK
+from engine.decoder.routing import (
+    NO_EXPERT,
+    BiasedTopK,
+    GroupedTopK,
+    Routing,
+    Selection,
+    SigmoidTopK,
+    Skipping,
+    SparseMixer,
+    TopK,
+    UnweightedTopK,
+    select,
+)
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
 from engine.kernels.expert_places import DISTANCES
@@ -57,6 +70,9 @@ class DecodeStep:
         self._routings: list[Routing] = []
         self._is_served = False
         self._before: _BeforeExperts | None = None
+        self._outside: _Outside | None = None
+        self._attending: int | None = None
+        """The first layer whose attention the kernels compute."""
 
     def __call__(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch | None) -> Tensor | None:
         """Return the hidden states before the last norm, [B, L, D], written over x; None if the layers must run.
@@ -71,42 +87,62 @@ class DecodeStep:
         kernels = positions.choice.for_few(batch * length, x_BLD, positions.cosine)
         if kernels is None or cache.dtype != torch.bfloat16 or not self._knows(kernels):
             return None
-        if positions.cosine.shape[-1] != self._config.head_dimension:
+        if self._attending is not None and positions.cosine.shape[-1] != self._config.head_dimension:
             return None
-        tokens, attention = batch * length, self._layers[0].attention
-        size = attention.head_dimension
-        angles = [angle.expand(batch, 1, length, size).contiguous() for angle in (positions.cosine, positions.sine)]
-        caches = [cache.addresses(layer) for layer in range(len(self._layers))]
-        kinds = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
+        tokens = batch * length
+        assert self._tables is not None and self._outside is not None
+        angles, caches, places, sizes, scale = self._for_attention(kernels, positions, cache, batch, length)
+        self._outside.begin(positions, cache, (batch, length, hidden))
         seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
         before = self._before_experts(kernels, hidden)
         used_LTS = None if before is None else before.begin(len(self._layers), tokens, self._slots)
-        assert self._tables is not None
         kernels.decode(
             x_BLD.data_ptr(),
             self._tables.layers,
             caches,
-            (angles[0].data_ptr(), angles[1].data_ptr()),
-            cache.places(0),
-            (attention.query_heads, attention.key_heads, size, cache.group_stride(0), kinds[attention.qk_norm]),
-            (attention.epsilon, attention.scale, self._config.multipliers.residual),
+            tuple(angle.data_ptr() for angle in angles),
+            places,
+            sizes,
+            (self._config.norm_epsilon, scale, self._config.multipliers.residual),
             (tokens, hidden),
             self._thresholds(tokens),
             seen,
             None if before is None else (before.function, used_LTS),
+            self._outside.functions,
+            zero_centered=self._config.zero_centered,
         )
+        self._outside.end()
         if before is not None:
             before.end()
         if seen is not None:
             self._tell(*seen)
         return x_BLD
 
+    def _for_attention(
+        self, kernels: Any, positions: Positions, cache: KeyValueCache | PagedBatch, batch: int, length: int
+    ) -> tuple[list[Tensor], list[Any], tuple[Any, Any, int, bool], tuple[int, ...], float]:
+        """Return what `compiled.decode` needs for attention: angles, caches, places, sizes and the factor of scores."""
+        first = self._attending
+        if first is None:
+            nowhere = np.zeros((batch, 1), np.int64), np.zeros(batch, np.int64), 1, False
+            turns = [positions.cosine, positions.sine]
+            return turns, [(0, 0)] * len(self._layers), nowhere, (0, 0, 0, 0, kernels.NO_NORM), 1.0
+        attention = self._layers[first].attention
+        heads, size = (attention.query_heads, attention.key_heads), attention.head_dimension
+        angles = [angle.expand(batch, 1, length, size).contiguous() for angle in (positions.cosine, positions.sine)]
+        assert self._tables is not None
+        attends = self._tables.layers["mixes"] == kernels.ATTENDS
+        caches = [cache.addresses(layer) if own else (0, 0) for layer, own in enumerate(attends)]
+        kinds = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
+        sizes = (*heads, size, cache.group_stride(first), kinds[attention.qk_norm])
+        return angles, caches, cache.places(first), sizes, attention.scale
+
     def forget(self) -> None:
         """Make the next step read all weights anew: the tables hold copies of some in another dtype."""
         self._first = []
 
     def serves(self, kernels: Any) -> bool:
-        """Return whether the kernels know everything that these layers do."""
+        """Return whether the kernels know what these layers do, but for attention and the choice of experts."""
         return all(_serves(kernels, layer) for layer in self._layers)
 
     def _knows(self, kernels: Any) -> bool:
@@ -118,13 +154,19 @@ class DecodeStep:
             self._is_served = self.serves(kernels)
             self._tables = _tables(kernels, self._layers) if self._is_served else None
             self._before = None
+            if self._tables is not None:
+                self._outside = _Outside(kernels, self._layers)
+                attending = np.flatnonzero(self._tables.layers["mixes"] == kernels.ATTENDS)
+                self._attending = int(attending[0]) if len(attending) else None
         if self._tables is None or any(block.is_observed for block in self._blocks):
             return False
         if len(routings) != len(self._routings) or any(a is not b for a, b in zip(routings, self._routings, strict=True)):
             self._routings = routings
-            self._is_served = all(map(_is_known, routings))
+            self._is_served = all(_is_known(routing) or _may_be_called(routing) for routing in routings)
             if self._is_served:
                 self._route(kernels)
+        if any(block.residency is not None for block in self._blocks) and self._tables.layers["chooses_outside"].any():
+            return False  # absent experts are asked for with choices of the kernels
         return self._is_served
 
     def _route(self, kernels: Any) -> None:
@@ -133,6 +175,10 @@ class DecodeStep:
         for layer, block in self._moe_layers():
             routing, rule, row = block.routing, _rule(block.routing), self._tables.layers[layer]
             row["slots"] = min(rule.experts_per_token, len(block.experts))
+            row["chooses_outside"] = int(not (_is_known(routing) and _has_known_router(kernels, block)))
+            if row["chooses_outside"]:
+                row["gamma1"] = 0
+                continue
             row["normalizes"], row["restores"], row["gamma1"] = int(rule.normalise), 0, 0
             row["weight_scale"] = rule.scale
             if isinstance(routing, Skipping):
@@ -174,12 +220,64 @@ class DecodeStep:
         return max(int(_rule(routing).experts_per_token) for routing in self._routings)
 
     def _tell(self, chosen: Any, weights: Any, inputs: Any, logits: Any) -> None:
+        assert self._tables is not None
         for layer, block in self._moe_layers():
-            if block.observer is not None:
+            if block.observer is not None and not self._tables.layers[layer]["chooses_outside"]:
                 experts, slots = len(block.experts), min(_rule(block.routing).experts_per_token, len(block.experts))
                 selection = Selection(*(torch.from_numpy(part[layer, :, :slots].copy()) for part in (chosen, weights)))
                 own_logits = np.ascontiguousarray(logits[layer, :, :experts])
                 block.observer(as_bfloat16(inputs[layer]), as_bfloat16(own_logits), selection)
+
+
+class _Outside:
+    """Computes what the kernels do not know, from within a compiled step: attention, and choices of experts."""
+
+    def __init__(self, kernels: Any, layers: Any) -> None:
+        self._layers = layers
+        self.functions = kernels.MIX(self._mix), kernels.CHOOSE(self._choose)
+        self._positions: Any = None
+        self._cache: Any = None
+        self._shape = (0, 0, 0)
+        self._error: BaseException | None = None
+
+    def begin(self, positions: Positions, cache: KeyValueCache | PagedBatch, shape: tuple[int, int, int]) -> None:
+        """Begin a step of new positions [B, L, D]."""
+        self._positions, self._cache, self._shape = positions, cache, shape
+
+    def end(self) -> None:
+        """Raise the first error of the step, which could not pass through compiled code; the result is then worthless."""
+        error, self._error, self._positions, self._cache = self._error, None, None, None
+        if error is not None:
+            raise error
+
+    def _states(self, address: int) -> Tensor:
+        batch, length, hidden = self._shape
+        return as_bfloat16(_array(address, np.uint16, batch * length, hidden))
+
+    def _mix(self, layer: int, x: int, results: int) -> None:
+        if self._error is not None:
+            return
+        try:
+            x_BLD = self._states(x).view(self._shape)
+            y_BLD = self._layers[layer].attention(x_BLD, self._positions, self._cache)
+            self._states(results).copy_(y_BLD.view(-1, self._shape[-1]))
+        except BaseException as error:
+            self._error = error
+
+    def _choose(self, layer: int, x: int, chosen: int, weights: int, tokens: int, slots: int) -> None:
+        chosen_TS, weights_TS = _array(chosen, np.int64, tokens, slots), _array(weights, np.float32, tokens, slots)
+        chosen_TS[:], weights_TS[:] = NO_EXPERT, 0.0  # which compiled code can go on with after an error
+        if self._error is not None:
+            return
+        try:
+            block, x_TD = self._layers[layer].feed_forward, self._states(x)
+            logits_TN = block.logits(x_TD, self._positions.choice)
+            selection = select(block.routing, x_TD, logits_TN)
+            if block.observer is not None:
+                block.observer(x_TD.clone(), logits_TN, selection)
+            chosen_TS[:], weights_TS[:] = selection.experts.numpy(), selection.weights.numpy()
+        except BaseException as error:
+            self._error = error
 
 
 class _BeforeExperts:
@@ -247,44 +345,61 @@ def _is_known(routing: Routing) -> bool:
     return type(_rule(routing)) is TopK and all(plain)
 
 
+def _may_be_called(routing: Routing) -> bool:
+    """Return whether the step can call a routing outside: it gives every token as many slots as its rule says."""
+    return isinstance(_rule(routing), TopK | GroupedTopK | SigmoidTopK | BiasedTopK | UnweightedTopK | SparseMixer)
+
+
+def _has_known_router(kernels: Any, block: MoeBlock) -> bool:
+    """Return whether the kernels compute the logits of a block's router."""
+    if block.router_in_float32 or block.gate_hidden_HD is not None:
+        return False
+    parts = [part for part in (block.router_ND, block.logit_bias_N) if part is not None]
+    return bool(kernel_form(kernels, parts) == kernels.PLAIN)
+
+
 def _rule(routing: Routing) -> Any:
     """Return the rule that chooses experts, without skipping."""
     return routing.base if isinstance(routing, Skipping) else routing
 
 
-def _serves(kernels: Any, layer: Any) -> bool:
-    """Return whether the kernels support all parts of this layer."""
-    attention, ffn = layer.attention, layer.feed_forward
-    if (
-        ffn is None
-        or not isinstance(attention, Attention)
-        or layer.attention_norm_bias is not None
-        or layer.residuals is not None
-    ):
+def _attends(kernels: Any, layer: Any) -> bool:
+    """Return whether the kernels compute the attention of this layer."""
+    attention = layer.attention
+    if not isinstance(attention, Attention) or attention.has_gate or attention.value is None or attention.value_norm:
         return False
     if not attention.rotates or attention.unit_norm or attention.pairs or attention.clip is not None:
         return False
-    if attention.has_gate or layer.zero_centered or attention.value is None or attention.value_norm:
+    if attention.rotated != attention.head_dimension:
         return False
-    if layer.output_norms is not None:
-        return False
-    plain = [layer.attention_norm, layer.feed_forward_norm, *_attention_extras(attention)]
     matrices = [attention.query, attention.key, attention.value, attention.output]
+    extras = [extra for extra in _attention_extras(attention) if extra is not None]
+    are_plain = not extras or kernel_form(kernels, extras) == kernels.PLAIN
+    return are_plain and not attention.zero_centered and kernel_form(kernels, matrices) is not None
+
+
+def _serves(kernels: Any, layer: Any) -> bool:
+    """Return whether the kernels support all parts of this layer, but for attention and the choice of experts."""
+    ffn = layer.feed_forward
+    if layer.residuals is not None or layer.output_norms is not None:
+        return False
+    if layer.attention_norm_bias is not None or layer.feed_forward_norm_bias is not None:
+        return False
+    plain = [layer.attention_norm, layer.feed_forward_norm]
     experts: list[list[Weight]] = []
     if isinstance(ffn, MoeBlock):
-        if ffn.router_in_float32 or ffn.scales_inputs or ffn.gate_hidden_HD is not None:
+        if ffn.scales_inputs or ffn.own_norms is not None:
             return False
-        plain += [ffn.router_ND, ffn.logit_bias_N, ffn.shared_gate_1D]
+        plain += [ffn.shared_gate_1D]
         routed = _routed_experts(ffn)
         plain += [bias for expert in routed for bias in expert.projections[3:] if isinstance(bias, Tensor)]
         experts.append(_matrices(routed))
     alone = _alone(ffn)
-    if alone is not None and not (alone.is_plain and alone.has_gate):
+    if alone is not None and not alone.is_plain:
         return False
     experts += [] if alone is None else [_matrices([alone])]
     given = [weight for weight in plain if weight is not None]
-    are_plain = kernel_form(kernels, given) == kernels.PLAIN
-    return are_plain and kernel_form(kernels, matrices) is not None and all(expert_form(kernels, each) for each in experts)
+    return kernel_form(kernels, given) == kernels.PLAIN and all(expert_form(kernels, each) for each in experts)
 
 
 def _attention_extras(attention: Attention) -> list[Tensor | None]:
@@ -293,7 +408,7 @@ def _attention_extras(attention: Attention) -> list[Tensor | None]:
     return [*biases, attention.query_norm, attention.key_norm]
 
 
-def _alone(ffn: MoeBlock | Expert) -> Expert | None:
+def _alone(ffn: MoeBlock | Expert | None) -> Expert | None:
     """Return the expert for every token: the shared expert, or a dense layer's FFN."""
     return ffn.shared if isinstance(ffn, MoeBlock) else ffn
 
@@ -311,8 +426,14 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
     sinks: list[Tensor] = []
     next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
     for row, layer, own, one in zip(table, layers, routed, alone, strict=True):
-        _fill_attention(kernels, row, layer)
-        if layer.attention.sinks is not None:
+        if layer.attention_norm is not None:
+            row["attention_norm"] = layer.attention_norm.data_ptr()
+            row["mixes"] = kernels.ATTENDS if _attends(kernels, layer) else kernels.OUTSIDE
+        if layer.feed_forward_norm is not None:
+            row["ffn_norm"], row["feeds"] = layer.feed_forward_norm.data_ptr(), 1
+        if row["mixes"] == kernels.ATTENDS:
+            _fill_attention(kernels, row, layer)
+        if row["mixes"] == kernels.ATTENDS and layer.attention.sinks is not None:
             sinks.append(layer.attention.sinks.detach().float().contiguous())
             row["sinks"] = sinks[-1].data_ptr()
         if isinstance(layer.feed_forward, MoeBlock):
@@ -321,14 +442,14 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
             next_expert += len(own) * experts.itemsize
         if one is not None:
             row["shared"], row["shared_form"] = next_shared, kernels.form_address(_expert_form(kernels, [one]))
+            row["shared_limit"] = 0.0 if one.has_gate else kernels.WITHOUT_GATE[1]
             next_shared += shared.itemsize
     return _Tables(table, experts, shared, sinks, [kept for every in made for _, kept in every])
 
 
 def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
-    """Write the norms, projections and window of a layer into its record."""
+    """Write the projections and the window of a layer into its record."""
     attention, parts = layer.attention, ("query", "key", "value", "output")
-    row["attention_norm"], row["ffn_norm"] = layer.attention_norm.data_ptr(), layer.feed_forward_norm.data_ptr()
     matrices = [getattr(attention, part) for part in parts]
     for part, matrix in zip(parts, matrices, strict=True):
         row[part] = addresses(matrix)
@@ -347,10 +468,11 @@ def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]
     row["shared_gate"] = _address(block.shared_gate_1D), 0
     row["expert_count"], row["expert_form"] = len(experts), kernels.form_address(_expert_form(kernels, experts))
     swiglu = experts[0].swiglu
-    row["alpha"], row["limit"] = (1.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
+    own = (1.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
+    row["alpha"], row["limit"] = own if experts[0].has_gate else kernels.WITHOUT_GATE
 
 
-def _routed_experts(ffn: MoeBlock | Expert) -> list[Expert]:
+def _routed_experts(ffn: MoeBlock | Expert | None) -> list[Expert]:
     return [expert for expert in ffn.experts if isinstance(expert, Expert)] if isinstance(ffn, MoeBlock) else []
 
 

@@ -239,7 +239,8 @@ class Decoder(nn.Module):
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
         low_bit = sorted({module.kind for module in self.modules() if isinstance(module, LowBitWeight)}, key=str)
         mixers = sorted({module.kernel for module in self.modules() if isinstance(module, GatedDelta | Mamba2)})
-        needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels), mixers=mixers)
+        is_whole, centered = self._step.serves(kernels), self.config.zero_centered
+        needed: list[Any] = kernels.needed(low_bit, is_whole=is_whole, mixers=mixers, zero_centered=centered)
         return needed
 
     def weights_changed(self) -> None:

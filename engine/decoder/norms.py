@@ -70,12 +70,13 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, choice: KernelChoice = T
     zero_centered: whether the weight is stored as its difference from 1. It is then multiplied by in float32 or better,
     because half precision would round the sum.
     """
+    if (kernels := choice.for_any(x, weight)) is not None:
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        made = kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size, zero_centered=zero_centered)
+        return as_bfloat16(made).view(x.shape)
     if zero_centered:
         dtype = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(dtype), weight.shape, 1.0 + weight.to(dtype), epsilon).to(x.dtype)
-    if (kernels := choice.for_any(x, weight)) is not None:
-        rows, size = x.numel() // x.shape[-1], x.shape[-1]
-        return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)
     if choice.may_compile and (normed := rms_norm_on_gpu(x, weight, epsilon)) is not None:
         return normed
     if x.dtype in (torch.float32, torch.float64):

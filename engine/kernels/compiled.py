@@ -27,7 +27,7 @@ from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.panels import multiplies_many
 from engine.kernels.products import PRODUCTS
 from engine.kernels.rounding_search import SCALES as ROUNDING_SCALES
-from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
+from engine.kernels.step import ATTENDS, CHOOSE, HEAD_NORM, LAYER, MIX, NO_NORM, OUTSIDE, STEP, WHOLE_NORM
 from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
 from engine.kernels.stored import block_products, float_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
@@ -37,9 +37,11 @@ from engine.kernels.stored.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.stored.rounded_vectors import ROUNDED
 
 __all__ = [
+    "ATTENDS",
     "BEFORE_EXPERTS",
     "BLOCKS",
     "BLOCK_KINDS",
+    "CHOOSE",
     "FLOAT16",
     "FLOAT32",
     "FLOAT_KINDS",
@@ -48,11 +50,13 @@ __all__ = [
     "KERNELS",
     "LANES",
     "LAYER",
+    "MIX",
     "MIXED",
     "MULTIPLE_OF_OUTPUTS",
     "MULTIPLIES_BFLOAT16",
     "MULTIPLIES_INTEGERS",
     "NO_NORM",
+    "OUTSIDE",
     "PLAIN",
     "ROUNDED",
     "ROUNDING_SCALES",
@@ -209,10 +213,14 @@ def dequantized(weight: Place, shape: tuple[int, int], form: Form) -> Any:
     return y_OI
 
 
-def rms_norm(x: Address, weight: Address, epsilon: float, rows: int, size: int) -> Any:
-    """Return x / rms(x) · weight for each row, [T, D], as the bits of bfloat16. x and weight are contiguous bfloat16."""
+def rms_norm(x: Address, weight: Address, epsilon: float, rows: int, size: int, *, zero_centered: bool = False) -> Any:
+    """Return x / rms(x) · weight for each row, [T, D], as the bits of bfloat16. x and weight are contiguous bfloat16.
+
+    zero_centered: whether the weight is stored as its difference from 1.
+    """
     y_TD = np.empty((rows, size), np.uint16)
-    product_kernels.rms_norm(x, weight, epsilon, rows, size, _address(y_TD))
+    kernel = product_kernels.centered_norm if zero_centered else product_kernels.rms_norm
+    kernel(x, weight, epsilon, rows, size, _address(y_TD))
     return y_TD
 
 
@@ -338,6 +346,9 @@ def decode(
     thresholds_T: Any,
     seen: tuple[Any, Any, Any, Any] | None = None,
     before_experts: tuple[Any, Any] | None = None,
+    outside: tuple[Any, Any] | None = None,
+    *,
+    zero_centered: bool = False,
 ) -> None:
     """Compute all layers of a decoder for the next position of each sequence, or for the next few positions of one sequence.
 
@@ -348,7 +359,8 @@ def decode(
     of the norms, factor of the scores, and factor of each addition to the residual. shape: T and D. thresholds_T: float32,
     the thresholds of adaptive skipping. seen: arrays that receive the choices and weights [layers, T, S], the inputs
     [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a `step_experts.BEFORE_EXPERTS`, and the
-    int64 array [layers, T, U] of the choices.
+    int64 array [layers, T, U] of the choices. outside: a `step.MIX` and a `step.CHOOSE`, for layers that need them.
+    zero_centered: whether the norms of layers are.
     """
     (tokens, hidden), (blocks_BM, past_B, block_size, repeats) = shape, places
     heads, groups, size, group_stride, norms = sizes
@@ -378,6 +390,7 @@ def decode(
         head_norms=norms,
         threads=threads_used(),
         thresholds=_address(thresholds_T),
+        zero_centered=int(zero_centered),
         **dict(zip(("epsilon", "scale", "residual"), scalars, strict=True)),
     )
     if seen is not None:
@@ -390,6 +403,8 @@ def decode(
         function, used_LTS = before_experts
         job["before_experts"], job["used"] = cast(function, c_void_p).value, _address(used_LTS)
         job["used_slots"] = used_LTS.shape[2]
+    if outside is not None:
+        job["mix"], job["choose"] = (cast(function, c_void_p).value for function in outside)
     step.decode(_address(job))
 
 
@@ -425,13 +440,17 @@ def needed_for_floats(form: Form) -> list[Kernel]:
     return [*form_kernels(form[0]), product_kernels.products, experts.swiglu]
 
 
-def needed(kinds: Iterable[int | str], *, is_whole: bool = True, mixers: Iterable[str] = ()) -> list[Kernel]:
+def needed(
+    kinds: Iterable[int | str], *, is_whole: bool = True, mixers: Iterable[str] = (), zero_centered: bool = False
+) -> list[Kernel]:
     """Return the kernels that decode with weights of these bits, or in blocks of these types.
 
     is_whole: whether to add the kernel of all layers. mixers: names of the kernels of linear attention to add.
+    zero_centered: whether to add that of zero-centered norms.
     """
     every = [kernel for each in dict.fromkeys((16, *kinds)) for kernel in form_kernels(each)]
     every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, attention.attend]
+    every += [product_kernels.centered_norm] if zero_centered else []
     every += [step.decode] if is_whole else []
     every += [KERNELS[name] for name in mixers]
     return every + ([panels.panel_products, expert_panels.panel_swiglu] if MULTIPLIES_BFLOAT16 else [])

@@ -143,6 +143,21 @@ def products_block(address: Any, block: Any) -> None:
 
 
 @kernel("void(int64, int64, float32, int64, int64, int64)")
+def centered_norm(x: Any, weight: Any, epsilon: Any, rows: Any, size: Any, results: Any) -> None:
+    """Write y = x / rms(x) · (1 + weight), rounded once."""
+    y_TD = numba.carray(halves(results), (rows, size))
+    weight_D = wide_vector(weight, size)
+    for row in range(rows):
+        x_D = wide_vector(x + 2 * row * size, size)
+        squares = np.float32(0.0)
+        for index in range(size):
+            squares += x_D[index] * x_D[index]
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+        for index in range(size):
+            y_TD[row, index] = narrow(x_D[index] * scale * (np.float32(1.0) + weight_D[index]))
+
+
+@kernel("void(int64, int64, float32, int64, int64, int64)")
 def rms_norm(x: Any, weight: Any, epsilon: Any, rows: Any, size: Any, results: Any) -> None:
     """Write y = weight · bfloat16(x / rms(x)), rounded where torch's own steps round."""
     y_TD = numba.carray(halves(results), (rows, size))

@@ -1,11 +1,13 @@
 """All layers of a decoder in one call, for the next position of each sequence or the next few positions of one sequence.
 
 Each layer is computed as in `DecoderLayer`, and rounded where torch's own steps round. The step calls the kernels of
-products, experts and attention with a record for each.
+products, experts and attention with a record for each. Where a layer's attention or its choice of experts is none that these
+kernels know, the step calls a function outside of compiled code for that part alone.
 """
 
 from __future__ import annotations
 
+from ctypes import CFUNCTYPE, c_int64
 from typing import Any
 
 import numba
@@ -21,6 +23,14 @@ from engine.kernels.products import MATRIX, PRODUCTS, products_at
 
 NO_NORM, HEAD_NORM, WHOLE_NORM = 0, 1, 2
 """Kinds of norms of queries and keys: no norm, one for each head, or one for all heads together."""
+ATTENDS, OUTSIDE = 1, 2
+"""Kinds of layers' attention beside none (0): by these kernels, or by the function MIX."""
+MIX = CFUNCTYPE(None, *(c_int64,) * 3)
+"""The type of the function that computes the attention of a layer. Its arguments: the layer, and the addresses of the normed
+hidden states and of the result, [T, D] bfloat16."""
+CHOOSE = CFUNCTYPE(None, *(c_int64,) * 6)
+"""The type of the function that chooses a layer's experts. Its arguments: the layer, the addresses of the experts' input
+[T, D] (bfloat16) and of the chosen experts [T, S] (int64) and their weights (float32), which it writes, T and S."""
 LAYER = np.dtype(
     [
         *((name, MATRIX) for name in ("query", "key", "value", "output", "router", "shared_gate")),
@@ -36,9 +46,13 @@ LAYER = np.dtype(
         ("keep", np.int64),  # slots that remain after adaptive skipping
         ("normalizes", np.int64),  # whether the top-k weights are normalized to a sum of one
         ("restores", np.int64),  # whether the weights left by skipping are rescaled to their sum before skipping
+        ("mixes", np.int64),  # 0, ATTENDS or OUTSIDE
+        ("feeds", np.int64),  # whether there are experts or a dense FFN
+        ("chooses_outside", np.int64),  # whether the function CHOOSE chooses the experts
         ("weight_scale", np.float32),
         ("alpha", np.float32),  # α of a ClampedSwiglu
         ("limit", np.float32),  # as in experts.EXPERTS
+        ("shared_limit", np.float32),  # that of the shared expert or the dense FFN
         ("importance", np.float32),  # 1-norm of a token above which it skips nothing; infinity if all tokens skip
         # Only where experts may be absent (step_experts.py), integers: where each is [N], whether predictions are awaited
         # [1], and the next layers whose choices can be predicted [DISTANCES], -1 where one cannot.
@@ -73,6 +87,8 @@ STEP = np.dtype(
         ("head_norms", np.int64),  # NO_NORM, HEAD_NORM or WHOLE_NORM
         ("threads", np.int64),
         ("thresholds", np.int64),  # [T] float32, of adaptive skipping
+        ("zero_centered", np.int64),  # whether norms of layers are
+        *((name, np.int64) for name in ("mix", "choose")),  # addresses of functions MIX and CHOOSE, or 0
         ("before_experts", np.int64),  # 0, or the address of a function BEFORE_EXPERTS (step_experts.py), and then
         ("used", np.int64),  # of the chosen experts [layers, T, U], integers,
         ("used_slots", np.int64),  # U, the most slots of a layer
@@ -93,7 +109,7 @@ step_at = record_at(STEP)
 _PRODUCTS_BYTES, _EXPERTS_BYTES, _ATTENTION_BYTES = PRODUCTS.itemsize, EXPERTS.itemsize, ATTENTION.itemsize
 
 
-@kernel(JOB, calls=("attention_layer", "feed_forward_layer"))
+@kernel(JOB, calls=("attention_layer", "mix_layer", "feed_forward_layer"))
 def decode(address: Any) -> None:
     """Compute layer after layer. The result overwrites x."""
     job = step_at(address)
@@ -104,13 +120,36 @@ def decode(address: Any) -> None:
     job.normed, job.added, job.shared_out = address_of(normed), address_of(added), address_of(shared)
     job.projected, job.mixed = address_of(projected), address_of(mixed)
     for index in range(job.layer_count):
-        call(table.attention_layer, (address, np.int64(index)))
-        call(table.feed_forward_layer, (address, np.int64(index)))
+        layer = layer_at(job.layers + index * LAYER_BYTES)
+        if layer.mixes == ATTENDS:
+            call(table.attention_layer, (address, np.int64(index)))
+        elif layer.mixes == OUTSIDE:
+            call(table.mix_layer, (address, np.int64(index)))
+        if layer.feeds != 0:
+            call(table.feed_forward_layer, (address, np.int64(index)))
     keep(normed)
     keep(added)
     keep(shared)
     keep(projected)
     keep(mixed)
+
+
+@helper
+def _norm(job: Any, weight: Any) -> None:
+    """Write the norm of x to `normed`."""
+    table = kernels_at(job.kernels)
+    kind = table.centered_norm if job.zero_centered != 0 else table.rms_norm
+    call(kind, (job.x, weight, job.epsilon, job.tokens, job.hidden, job.normed))
+
+
+@kernel(BLOCK, calls=("rms_norm", "centered_norm", "add_to_residual"))
+def mix_layer(address: Any, index: Any) -> None:
+    """Compute the norm, let the attention be computed outside, and add its output to x."""
+    job = step_at(address)
+    layer = layer_at(job.layers + index * LAYER_BYTES)
+    _norm(job, layer.attention_norm)
+    call(job.mix, (index, job.normed, job.added))
+    call(kernels_at(job.kernels).add_to_residual, (job.x, job.added, job.tokens * job.hidden, job.residual))
 
 
 @kernel(BLOCK, calls=("rms_norm", "products", "correct_projection", "attend", "add_columns", "add_to_residual"))
@@ -119,7 +158,7 @@ def attention_layer(address: Any, index: Any) -> None:
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, hidden = layer_at(place), kernels_at(job.kernels), job.hidden
     queries, keys = job.heads * job.size, job.groups * job.size
-    call(table.rms_norm, (job.x, layer.attention_norm, job.epsilon, job.tokens, hidden, job.normed))
+    _norm(job, layer.attention_norm)
     ends = np.empty(3, np.int64)
     ends[0], ends[1], ends[2] = queries, queries + keys, queries + 2 * keys
     multiply(job, layer.form, place + _QUERY, ends, 3, hidden, job.normed, job.projected)
@@ -195,12 +234,12 @@ def correct_projection(address: Any, bias: Any, weight: Any, first: Any, count: 
                 y_TO[token, begin + index] = own_C[index]
 
 
-@kernel(BLOCK, calls=("rms_norm", "routed_experts", "swiglu", "add_to_residual"))
+@kernel(BLOCK, calls=("rms_norm", "centered_norm", "routed_experts", "swiglu", "add_to_residual"))
 def feed_forward_layer(address: Any, index: Any) -> None:
     """Compute the norm, the routed experts, and the shared expert or a dense FFN, and add their output to x."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, count = layer_at(place), kernels_at(job.kernels), job.tokens * job.hidden
-    call(table.rms_norm, (job.x, layer.ffn_norm, job.epsilon, job.tokens, job.hidden, job.normed))
+    _norm(job, layer.ffn_norm)
     if layer.expert_count > 0:
         call(table.routed_experts, (address, index))
     if layer.shared != 0:
@@ -208,7 +247,7 @@ def feed_forward_layer(address: Any, index: Any) -> None:
         chosen_T, weights_T = np.empty(job.tokens, np.int64), np.empty(job.tokens, np.float32)
         for token in range(job.tokens):
             chosen_T[token], weights_T[token] = 0, np.float32(1.0)
-        where, clamp = (layer.shared, 1, layer.shared_form), (np.float32(1.0), np.float32(0.0))
+        where, clamp = (layer.shared, 1, layer.shared_form), (np.float32(1.0), layer.shared_limit)
         _experts(job, where, address_of(chosen_T), address_of(weights_T), 1, clamp, results)
         keep(chosen_T)
         keep(weights_T)
@@ -223,6 +262,22 @@ def feed_forward_layer(address: Any, index: Any) -> None:
 def routed_experts(address: Any, index: Any) -> None:
     """Compute the router logits, the choice, the skipping, and the sum of the chosen experts."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
+    layer, tokens, slots = layer_at(place), job.tokens, layer_at(place).slots
+    chosen, weights = np.empty(tokens * slots, np.int64), np.empty(tokens * slots, np.float32)
+    if layer.chooses_outside != 0:
+        call(job.choose, (index, job.normed, address_of(chosen), address_of(weights), tokens, slots))
+    else:
+        _choose(address, index, address_of(chosen), address_of(weights))
+    where, clamp = (layer.experts, layer.expert_count, layer.expert_form), (layer.alpha, layer.limit)
+    _experts(job, where, address_of(chosen), address_of(weights), slots, clamp, job.added)
+    keep(chosen)
+    keep(weights)
+
+
+@helper
+def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
+    """Write the chosen experts and their weights, tell them to observers, and let absent experts be read."""
+    job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, tokens = layer_at(place), kernels_at(job.kernels), job.tokens
     count, slots = layer.expert_count, layer.slots
     logits, ends = np.empty(tokens * count, np.uint16), np.empty(1, np.int64)
@@ -230,22 +285,17 @@ def routed_experts(address: Any, index: Any) -> None:
     multiply(job, job.plain_form, place + ROUTER, ends, 1, job.hidden, job.normed, address_of(logits))
     if layer.router_bias != 0:
         call(table.add_columns, (address_of(logits), tokens, count, 0, count, layer.router_bias))
-    chosen, weights = np.empty(tokens * slots, np.int64), np.empty(tokens * slots, np.float32)
     thresholds_T = numba.carray(floats(job.thresholds), (tokens,))
     for token in range(tokens):
-        own = address_of(chosen) + 8 * token * slots, address_of(weights) + 4 * token * slots
+        own = chosen + 8 * token * slots, weights + 4 * token * slots
         call(table.choose_experts, (place, address_of(logits) + 2 * token * count, *own))
         if layer.gamma1 != 0 and slots > layer.keep and thresholds_T[token] > np.float32(0.0):
             call(table.skip_slots, (place, thresholds_T[token], *own, job.normed + 2 * token * job.hidden, job.hidden))
     if job.seen_chosen != 0:
-        call(table.tell_observers, (address, index, address_of(chosen), address_of(weights), address_of(logits)))
+        call(table.tell_observers, (address, index, chosen, weights, address_of(logits)))
     if job.before_experts != 0:
-        call(table.require_experts, (address, index, address_of(chosen), address_of(weights)))
-    where, clamp = (layer.experts, count, layer.expert_form), (layer.alpha, layer.limit)
-    _experts(job, where, address_of(chosen), address_of(weights), slots, clamp, job.added)
+        call(table.require_experts, (address, index, chosen, weights))
     keep(logits)
-    keep(chosen)
-    keep(weights)
 
 
 @helper
