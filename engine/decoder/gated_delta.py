@@ -129,9 +129,9 @@ class GatedDelta(nn.Module):
         """Return the projections of the layer's input."""
         sizes, choice = self.sizes, positions.choice
         own = sizes.heads // sizes.key_heads * sizes.value_dimension
-        each_BLGX = linear(x_BLD, self.inputs, choice=choice).unflatten(-1, (sizes.key_heads, -1))
+        both = linears(x_BLD, (self.inputs, self.numbers), (None, None), choice)
+        each_BLGX, numbers_BLGX = (part.unflatten(-1, (sizes.key_heads, -1)) for part in both)
         *mixed, gate_BLGX = each_BLGX.split((sizes.key_dimension, sizes.key_dimension, own, own), dim=-1)
-        numbers_BLGX = linear(x_BLD, self.numbers, choice=choice).unflatten(-1, (sizes.key_heads, -1))
         strength_BLGX, decay_BLGX = numbers_BLGX.chunk(2, dim=-1)
         return Projected(
             torch.cat([part.flatten(2) for part in mixed], dim=-1),
@@ -173,9 +173,8 @@ class SplitGatedDelta(GatedDelta):
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> Projected:
         """Return the projections of the layer's input."""
-        nothing, choice = (None, None), positions.choice
-        mixed_BLC, gate_BLX = linears(x_BLD, (self.inputs, self.gate), nothing, choice)
-        strength_BLH, decay_BLH = linears(x_BLD, (self.strength_HD, self.decay_HD), nothing, choice)
+        matrices = self.inputs, self.gate, self.strength_HD, self.decay_HD
+        mixed_BLC, gate_BLX, strength_BLH, decay_BLH = linears(x_BLD, matrices, (None,) * 4, positions.choice)
         return Projected(mixed_BLC, gate_BLX.unflatten(-1, (self.sizes.heads, -1)), strength_BLH, decay_BLH)
 
 
