@@ -3,8 +3,9 @@
 For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
 compute the same products with the same rounding as `model.DecoderLayer`. Attention that they do not know is computed by its
 module, which the step calls back: latent and linear attention, output gates, norms of values, and partly rotated heads. So
-are choices of experts other than the top-k of a softmax. A decoder with any other unsupported part runs layer by layer
-instead. Such parts are norms of outputs, norms of a block's own, scaled inputs of experts, and observers of experts.
+are choices of experts other than the top-k of a softmax or of sigmoids. A decoder with any other unsupported part runs
+layer by layer instead. Such parts are norms with biases, factors of residuals, scaled inputs of experts, and observers of
+experts.
 
 Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
 """
@@ -73,6 +74,10 @@ class DecodeStep:
         self._outside: _Outside | None = None
         self._attending: int | None = None
         """The first layer whose attention the kernels compute."""
+        self._wide: list[tuple[Any, MoeBlock]] = []
+        """Records and blocks of layers with logits in float32, which the kernels do not show to observers."""
+        self._rules: list[Any] = []
+        """Arrays of rules whose addresses the tables hold."""
 
     def __call__(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch | None) -> Tensor | None:
         """Return the hidden states before the last norm, [B, L, D], written over x; None if the layers must run.
@@ -92,7 +97,9 @@ class DecodeStep:
         tokens = batch * length
         assert self._tables is not None and self._outside is not None
         angles, caches, places, sizes, scale = self._for_attention(kernels, positions, cache, batch, length)
-        self._outside.begin(positions, cache, (batch, length, hidden))
+        self._outside.begin(x_BLD, positions, cache)
+        for row, block in self._wide:
+            row["chooses_outside"] = int(block.observer is not None)
         seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
         before = self._before_experts(kernels, hidden)
         used_LTS = None if before is None else before.begin(len(self._layers), tokens, self._slots)
@@ -165,13 +172,16 @@ class DecodeStep:
             self._is_served = all(_is_known(routing) or _may_be_called(routing) for routing in routings)
             if self._is_served:
                 self._route(kernels)
-        if any(block.residency is not None for block in self._blocks) and self._tables.layers["chooses_outside"].any():
-            return False  # absent experts are asked for with choices of the kernels
+        layers = self._tables.layers
+        if any(block.residency is not None for block in self._blocks):
+            # Absent experts are asked for with choices by a softmax.
+            return self._is_served and not (layers["chooses_outside"].any() or layers["by_sigmoid"].any())
         return self._is_served
 
     def _route(self, kernels: Any) -> None:
         """Write the routings into the tables."""
         assert self._tables is not None
+        self._wide, self._rules = [], []
         for layer, block in self._moe_layers():
             routing, rule, row = block.routing, _rule(block.routing), self._tables.layers[layer]
             row["slots"] = min(rule.experts_per_token, len(block.experts))
@@ -179,8 +189,14 @@ class DecodeStep:
             if row["chooses_outside"]:
                 row["gamma1"] = 0
                 continue
+            row["is_wide"], row["by_sigmoid"] = int(block.router_in_float32), int(isinstance(rule, SigmoidTopK))
+            row["router_form"] = kernels.form_address(kernels.WIDE if block.router_in_float32 else kernels.PLAIN)
             row["normalizes"], row["restores"], row["gamma1"] = int(rule.normalise), 0, 0
             row["weight_scale"] = rule.scale
+            if isinstance(rule, SigmoidTopK):
+                self._rules += _fill_sigmoids(row, rule, len(block.experts))
+            if row["is_wide"]:
+                self._wide.append((row, block))
             if isinstance(routing, Skipping):
                 row["gamma1"], row["gamma2"] = routing.gamma1_K.data_ptr(), routing.gamma2_NN.data_ptr()
                 row["keep"], row["restores"] = routing.keep, int(routing.normalise)
@@ -237,30 +253,31 @@ class _Outside:
         self.functions = kernels.MIX(self._mix), kernels.CHOOSE(self._choose)
         self._positions: Any = None
         self._cache: Any = None
-        self._shape = (0, 0, 0)
+        self._x_BLD: Any = None
         self._error: BaseException | None = None
 
-    def begin(self, positions: Positions, cache: KeyValueCache | PagedBatch, shape: tuple[int, int, int]) -> None:
-        """Begin a step of new positions [B, L, D]."""
-        self._positions, self._cache, self._shape = positions, cache, shape
+    def begin(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch) -> None:
+        """Begin a step, in which the hidden states x are overwritten."""
+        self._x_BLD, self._positions, self._cache = x_BLD, positions, cache
 
     def end(self) -> None:
         """Raise the first error of the step, which could not pass through compiled code; the result is then worthless."""
-        error, self._error, self._positions, self._cache = self._error, None, None, None
+        error, self._error = self._error, None
+        self._x_BLD = self._positions = self._cache = None
         if error is not None:
             raise error
 
     def _states(self, address: int) -> Tensor:
-        batch, length, hidden = self._shape
-        return as_bfloat16(_array(address, np.uint16, batch * length, hidden))
+        hidden = self._x_BLD.shape[-1]
+        return as_bfloat16(_array(address, np.uint16, self._x_BLD.numel() // hidden, hidden))
 
     def _mix(self, layer: int, x: int, results: int) -> None:
         if self._error is not None:
             return
         try:
-            x_BLD = self._states(x).view(self._shape)
+            x_BLD = self._states(x).view(self._x_BLD.shape)
             y_BLD = self._layers[layer].attention(x_BLD, self._positions, self._cache)
-            self._states(results).copy_(y_BLD.view(-1, self._shape[-1]))
+            self._states(results).copy_(y_BLD.view(-1, y_BLD.shape[-1]))
         except BaseException as error:
             self._error = error
 
@@ -271,7 +288,7 @@ class _Outside:
             return
         try:
             block, x_TD = self._layers[layer].feed_forward, self._states(x)
-            logits_TN = block.logits(x_TD, self._positions.choice)
+            logits_TN = block.logits(x_TD, self._positions.choice, self._x_BLD.view(x_TD.shape))
             selection = select(block.routing, x_TD, logits_TN)
             if block.observer is not None:
                 block.observer(x_TD.clone(), logits_TN, selection)
@@ -340,9 +357,22 @@ def _first_norm(layer: Any) -> Tensor:
 
 
 def _is_known(routing: Routing) -> bool:
-    gammas = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
-    plain = (gamma.dtype == torch.float32 and gamma.is_cpu and gamma.is_contiguous() for gamma in gammas)
-    return type(_rule(routing)) is TopK and all(plain)
+    rule = _rule(routing)
+    arrays = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
+    arrays += [rule.bias_N] if isinstance(rule, SigmoidTopK) else []
+    plain = (array.dtype == torch.float32 and array.is_cpu and array.is_contiguous() for array in arrays)
+    return type(rule) in (TopK, SigmoidTopK) and all(plain)
+
+
+def _fill_sigmoids(row: Any, rule: SigmoidTopK, experts: int) -> list[Any]:
+    """Write a choice by sigmoids into the record of a layer. Returns arrays that must live as long as it."""
+    row["selection_bias"], row["added_to_sum"] = rule.bias_N.data_ptr(), rule.added_to_sum
+    row["groups"], row["groups_per_token"] = len(rule.groups), rule.groups_per_token
+    group_N = np.zeros(experts, np.int64)
+    for number, group in enumerate(rule.groups):
+        group_N[list(group)] = number
+    row["group_of"] = int(group_N.ctypes.data)
+    return [group_N, rule.bias_N]
 
 
 def _may_be_called(routing: Routing) -> bool:
@@ -352,7 +382,9 @@ def _may_be_called(routing: Routing) -> bool:
 
 def _has_known_router(kernels: Any, block: MoeBlock) -> bool:
     """Return whether the kernels compute the logits of a block's router."""
-    if block.router_in_float32 or block.gate_hidden_HD is not None:
+    if block.gate_hidden_HD is not None or block.own_norms is not None:
+        return False
+    if block.router_in_float32 and not isinstance(_rule(block.routing), SigmoidTopK):
         return False
     parts = [part for part in (block.router_ND, block.logit_bias_N) if part is not None]
     return bool(kernel_form(kernels, parts) == kernels.PLAIN)
@@ -381,21 +413,21 @@ def _attends(kernels: Any, layer: Any) -> bool:
 def _serves(kernels: Any, layer: Any) -> bool:
     """Return whether the kernels support all parts of this layer, but for attention and the choice of experts."""
     ffn = layer.feed_forward
-    if layer.residuals is not None or layer.output_norms is not None:
+    if layer.residuals is not None or (layer.output_norms is not None and layer.zero_centered):
         return False
     if layer.attention_norm_bias is not None or layer.feed_forward_norm_bias is not None:
         return False
-    plain = [layer.attention_norm, layer.feed_forward_norm]
+    plain = [layer.attention_norm, layer.feed_forward_norm, *(layer.output_norms or ()), layer.scalar_1]
     experts: list[list[Weight]] = []
     if isinstance(ffn, MoeBlock):
-        if ffn.scales_inputs or ffn.own_norms is not None:
+        if ffn.scales_inputs:
             return False
-        plain += [ffn.shared_gate_1D]
+        plain += [ffn.shared_gate_1D, *(() if ffn.own_norms is None else ffn.own_norms.weights)]
         routed = _routed_experts(ffn)
         plain += [bias for expert in routed for bias in expert.projections[3:] if isinstance(bias, Tensor)]
         experts.append(_matrices(routed))
     alone = _alone(ffn)
-    if alone is not None and not alone.is_plain:
+    if alone is not None and alone.gate_F is not None:
         return False
     experts += [] if alone is None else [_matrices([alone])]
     given = [weight for weight in plain if weight is not None]
@@ -431,6 +463,9 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
             row["mixes"] = kernels.ATTENDS if _attends(kernels, layer) else kernels.OUTSIDE
         if layer.feed_forward_norm is not None:
             row["ffn_norm"], row["feeds"] = layer.feed_forward_norm.data_ptr(), 1
+        if layer.output_norms is not None:
+            row["attention_output_norm"], row["ffn_output_norm"] = (norm.data_ptr() for norm in layer.output_norms)
+        row["factor"] = _address(layer.scalar_1)
         if row["mixes"] == kernels.ATTENDS:
             _fill_attention(kernels, row, layer)
         if row["mixes"] == kernels.ATTENDS and layer.attention.sinks is not None:
@@ -442,7 +477,7 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
             next_expert += len(own) * experts.itemsize
         if one is not None:
             row["shared"], row["shared_form"] = next_shared, kernels.form_address(_expert_form(kernels, [one]))
-            row["shared_limit"] = 0.0 if one.has_gate else kernels.WITHOUT_GATE[1]
+            row["shared_alpha"], row["shared_limit"] = _activation(kernels, one)
             next_shared += shared.itemsize
     return _Tables(table, experts, shared, sinks, [kept for every in made for _, kept in every])
 
@@ -467,9 +502,18 @@ def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]
     row["router"], row["router_bias"] = addresses(block.router_ND), _address(block.logit_bias_N)
     row["shared_gate"] = _address(block.shared_gate_1D), 0
     row["expert_count"], row["expert_form"] = len(experts), kernels.form_address(_expert_form(kernels, experts))
-    swiglu = experts[0].swiglu
-    own = (1.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
-    row["alpha"], row["limit"] = own if experts[0].has_gate else kernels.WITHOUT_GATE
+    row["alpha"], row["limit"] = _activation(kernels, experts[0])
+    if block.own_norms is not None:
+        norms = block.own_norms
+        row["shared_norm"], row["shared_output_norm"] = norms.shared_D.data_ptr(), norms.after_shared_D.data_ptr()
+        row["routed_output_norm"] = norms.after_routed_D.data_ptr()
+
+
+def _activation(kernels: Any, expert: Expert) -> tuple[float, float]:
+    """Return α and limit of an expert, as in `experts.EXPERTS`."""
+    if not expert.has_gate:
+        return kernels.WITHOUT_GATE[0], kernels.WITHOUT_GATE[1]
+    return (1.0, 0.0) if expert.swiglu is None else (expert.swiglu.alpha, expert.swiglu.limit)
 
 
 def _routed_experts(ffn: MoeBlock | Expert | None) -> list[Expert]:

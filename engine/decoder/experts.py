@@ -36,6 +36,7 @@ from engine.kernels.linear import (
     places_of,
     plain,
     serves_rows,
+    wide_linear,
 )
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
@@ -417,6 +418,9 @@ class MoeBlock(nn.Module):
             return router_logits(x_TD, self.router_ND, self.gate_hidden_HD, self.logit_bias_N, choice)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(wide)
+        if (kernels := choice.for_few(len(x_TD), x_TD, self.router_ND)) is not None and self.gate_hidden_HD is None:
+            logits_TN = wide_linear(kernels, x_TD, self.router_ND)
+            return logits_TN if bias_N is None else logits_TN + bias_N
         if choice.for_any(x_TD) is not None:
             return linear_by_blocks(x_TD.to(wide), self.router_ND.to(wide), bias_N)
         return router_logits(x_TD.to(wide), self.router_ND.to(wide), self.gate_hidden_HD, bias_N, choice)

@@ -240,6 +240,7 @@ class Decoder(nn.Module):
         low_bit = sorted({module.kind for module in self.modules() if isinstance(module, LowBitWeight)}, key=str)
         mixers = sorted({module.kernel for module in self.modules() if isinstance(module, GatedDelta | Mamba2)})
         is_whole, centered = self._step.serves(kernels), self.config.zero_centered
+        low_bit += ["wide"] if any(block.router_in_float32 for block in self.moe_blocks) else []
         needed: list[Any] = kernels.needed(low_bit, is_whole=is_whole, mixers=mixers, zero_centered=centered)
         return needed
 

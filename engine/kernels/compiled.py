@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import attention, expert_panels, experts, panels, rounding_search, step
+from engine.kernels import attention, expert_panels, experts, panels, rounding_search, step, step_choices
 from engine.kernels import gated_delta as delta_kernels
 from engine.kernels import mamba2 as mamba2_kernels
 from engine.kernels import products as product_kernels
@@ -32,7 +32,19 @@ from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
 from engine.kernels.stored import block_products, float_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
 from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
-from engine.kernels.stored.forms import BLOCKS, FLOAT16, FLOAT32, MIXED, PLAIN, Form, form_address, form_kernels, own_forms
+from engine.kernels.stored.forms import (
+    BLOCKS,
+    FLOAT16,
+    FLOAT32,
+    MIXED,
+    PLAIN,
+    TAKE_FLOATS,
+    WIDE,
+    Form,
+    form_address,
+    form_kernels,
+    own_forms,
+)
 from engine.kernels.stored.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.stored.rounded_vectors import ROUNDED
 
@@ -63,6 +75,7 @@ __all__ = [
     "UNIT",
     "WHOLE_NORM",
     "WHOLE_ROWS",
+    "WIDE",
     "WITHOUT_GATE",
     "attend",
     "block_products",
@@ -110,7 +123,7 @@ def _address(array: Any) -> Address:
 
 def _empty_results(rows: int, size: int, form: Form) -> Any:
     """Return an array for the results of a call in this form: float32, or the bits of bfloat16."""
-    return np.empty((rows, size), np.float32 if form in (FLOAT32, FLOAT16) else np.uint16)
+    return np.empty((rows, size), np.float32 if form in TAKE_FLOATS else np.uint16)
 
 
 def products(
@@ -126,7 +139,7 @@ def products(
     """Return [x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O], as the bits of bfloat16.
 
     x: contiguous bfloat16. form: the form that all weights share. many: whether to use the kernel for many rows, which does
-    not know FLOAT32 and FLOAT16. In these two forms x and the results are float32.
+    not know the forms FLOAT32, FLOAT16 and WIDE. In these x and the results are float32.
     """
     ends_M, matrices = np.array(list(accumulate(outputs)), np.int64), np.array(weights, np.int64)
     y_TO = _empty_results(rows, ends_M[-1], form)
@@ -429,8 +442,9 @@ def search_rounding(
 
 
 def load_parts(layers: Any) -> None:
-    """Load the parts of a step that only some models have: a gate of shared experts, adaptive skipping."""
-    for has_it, kernel in ((layers["shared_gate"]["values"], step.gate_shared), (layers["gamma1"], step.skip_slots)):
+    """Load the parts of a step that only some models have: a gate of shared experts, choices by sigmoids, skipping."""
+    parts = (layers["shared_gate"]["values"], step.gate_shared), (layers["by_sigmoid"], step_choices.choose_by_sigmoid)
+    for has_it, kernel in (*parts, (layers["gamma1"], step_choices.skip_slots)):
         if has_it.any():
             kernel.load()
 

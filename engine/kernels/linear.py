@@ -139,6 +139,15 @@ def linear_by_blocks(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = No
     return torch.cat([F.linear(block, weight_OI, bias_O) for block in blocks])[:rows]
 
 
+def wide_linear(kernels: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return x·Wᵀ in float32 for a plain matrix in bfloat16, by the kernels for few rows."""
+    rows, inputs = x_TI.shape
+    x_TI = x_TI.float().contiguous()
+    return torch.from_numpy(
+        kernels.products(x_TI.data_ptr(), rows, [addresses(weight_OI)], [weight_OI.shape[0]], inputs, kernels.WIDE)
+    )
+
+
 def takes_padded(kernels: Any, weight: Weight) -> bool:
     """Return whether the kernels for many rows multiply this matrix once rows of zeros are added to it."""
     if not isinstance(weight, Tensor) or weight.shape[0] >= PADDED_OUTPUTS or _plain_form(kernels, weight) is None:

@@ -35,6 +35,10 @@ LAYER = np.dtype(
     [
         *((name, MATRIX) for name in ("query", "key", "value", "output", "router", "shared_gate")),
         *((name, np.int64) for name in ("attention_norm", "ffn_norm")),
+        # 0 for none: norms of what attention and the feed-forward block add, of the input and the output of the shared
+        # expert and of the output of the routed experts, and the factor of the layer's output, a bfloat16.
+        *((name, np.int64) for name in ("attention_output_norm", "ffn_output_norm")),
+        *((name, np.int64) for name in ("shared_norm", "shared_output_norm", "routed_output_norm", "factor")),
         *((f"{name}_bias", np.int64) for name in ("query", "key", "value", "output", "router")),  # 0 for none, as below
         *((name, np.int64) for name in ("query_norm", "key_norm", "sinks", "gamma1", "gamma2")),
         *((name, np.int64) for name in ("form", "expert_form", "shared_form")),  # addresses of FORM
@@ -49,10 +53,17 @@ LAYER = np.dtype(
         ("mixes", np.int64),  # 0, ATTENDS or OUTSIDE
         ("feeds", np.int64),  # whether there are experts or a dense FFN
         ("chooses_outside", np.int64),  # whether the function CHOOSE chooses the experts
+        ("by_sigmoid", np.int64),  # whether they are chosen by sigmoids, with a bias [N] for the choice, float32
+        ("selection_bias", np.int64),
+        *((name, np.int64) for name in ("groups", "groups_per_token", "group_of")),  # numbers; 0, or each expert's [N]
+        ("added_to_sum", np.float32),  # to the divisor of normalized weights
+        ("is_wide", np.int64),  # whether the router is multiplied in float32, in this FORM
+        ("router_form", np.int64),
         ("weight_scale", np.float32),
         ("alpha", np.float32),  # α of a ClampedSwiglu
         ("limit", np.float32),  # as in experts.EXPERTS
-        ("shared_limit", np.float32),  # that of the shared expert or the dense FFN
+        ("shared_alpha", np.float32),  # those of the shared expert or the dense FFN
+        ("shared_limit", np.float32),
         ("importance", np.float32),  # 1-norm of a token above which it skips nothing; infinity if all tokens skip
         # Only where experts may be absent (step_experts.py), integers: where each is [N], whether predictions are awaited
         # [1], and the next layers whose choices can be predicted [DISTANCES], -1 where one cannot.
@@ -142,6 +153,13 @@ def _norm(job: Any, weight: Any) -> None:
     call(kind, (job.x, weight, job.epsilon, job.tokens, job.hidden, job.normed))
 
 
+@helper
+def _norm_output(job: Any, weight: Any, y: Any) -> None:
+    """Norm [T, D] at `y` in place. weight: address; 0 for no norm."""
+    if weight != 0:
+        call(kernels_at(job.kernels).rms_norm, (y, weight, job.epsilon, job.tokens, job.hidden, y))
+
+
 @kernel(BLOCK, calls=("rms_norm", "centered_norm", "add_to_residual"))
 def mix_layer(address: Any, index: Any) -> None:
     """Compute the norm, let the attention be computed outside, and add its output to x."""
@@ -149,6 +167,7 @@ def mix_layer(address: Any, index: Any) -> None:
     layer = layer_at(job.layers + index * LAYER_BYTES)
     _norm(job, layer.attention_norm)
     call(job.mix, (index, job.normed, job.added))
+    _norm_output(job, layer.attention_output_norm, job.added)
     call(kernels_at(job.kernels).add_to_residual, (job.x, job.added, job.tokens * job.hidden, job.residual))
 
 
@@ -170,6 +189,7 @@ def attention_layer(address: Any, index: Any) -> None:
     multiply(job, layer.form, place + _OUTPUT, ends, 1, queries, job.mixed, job.added)
     if layer.output_bias != 0:
         call(table.add_columns, (job.added, job.tokens, hidden, 0, hidden, layer.output_bias))
+    _norm_output(job, layer.attention_output_norm, job.added)
     call(table.add_to_residual, (job.x, job.added, job.tokens * hidden, job.residual))
 
 
@@ -242,20 +262,29 @@ def feed_forward_layer(address: Any, index: Any) -> None:
     _norm(job, layer.ffn_norm)
     if layer.expert_count > 0:
         call(table.routed_experts, (address, index))
+        _norm_output(job, layer.routed_output_norm, job.added)
     if layer.shared != 0:
+        if layer.shared_norm != 0:
+            call(table.rms_norm, (job.x, layer.shared_norm, job.epsilon, job.tokens, job.hidden, job.normed))
         results = job.added if layer.expert_count == 0 else job.shared_out
         chosen_T, weights_T = np.empty(job.tokens, np.int64), np.empty(job.tokens, np.float32)
         for token in range(job.tokens):
             chosen_T[token], weights_T[token] = 0, np.float32(1.0)
-        where, clamp = (layer.shared, 1, layer.shared_form), (np.float32(1.0), layer.shared_limit)
+        where, clamp = (layer.shared, 1, layer.shared_form), (layer.shared_alpha, layer.shared_limit)
         _experts(job, where, address_of(chosen_T), address_of(weights_T), 1, clamp, results)
         keep(chosen_T)
         keep(weights_T)
         if layer.shared_gate.values != 0:
             call(table.gate_shared, (address, place, results))
+        _norm_output(job, layer.shared_output_norm, results)
         if layer.expert_count > 0:
             call(table.add_to_residual, (job.added, results, count, np.float32(1.0)))
+    _norm_output(job, layer.ffn_output_norm, job.added)
     call(table.add_to_residual, (job.x, job.added, count, job.residual))
+    if layer.factor != 0:
+        x_C, factor = numba.carray(halves(job.x), (count,)), widen(numba.carray(halves(layer.factor), (1,))[0])
+        for index in range(count):
+            x_C[index] = narrow(widen(x_C[index]) * factor)
 
 
 @kernel(BLOCK, calls=("products", "add_columns", "choose_experts", "swiglu"))
@@ -280,15 +309,20 @@ def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, tokens = layer_at(place), kernels_at(job.kernels), job.tokens
     count, slots = layer.expert_count, layer.slots
-    logits, ends = np.empty(tokens * count, np.uint16), np.empty(1, np.int64)
-    ends[0] = count
-    multiply(job, job.plain_form, place + ROUTER, ends, 1, job.hidden, job.normed, address_of(logits))
-    if layer.router_bias != 0:
-        call(table.add_columns, (address_of(logits), tokens, count, 0, count, layer.router_bias))
+    logits, wide = np.empty(tokens * count, np.uint16), np.empty(tokens * count if layer.by_sigmoid else 0, np.float32)
+    if layer.is_wide != 0:
+        _wide_logits(job, place, address_of(wide))
+    else:
+        _logits(job, place, address_of(logits))
+        for number in range(wide.shape[0]):
+            wide[number] = widen(logits[number])
     thresholds_T = numba.carray(floats(job.thresholds), (tokens,))
     for token in range(tokens):
         own = chosen + 8 * token * slots, weights + 4 * token * slots
-        call(table.choose_experts, (place, address_of(logits) + 2 * token * count, *own))
+        if layer.by_sigmoid != 0:
+            call(table.choose_by_sigmoid, (place, address_of(wide) + 4 * token * count, *own))
+        else:
+            call(table.choose_experts, (place, address_of(logits) + 2 * token * count, *own))
         if layer.gamma1 != 0 and slots > layer.keep and thresholds_T[token] > np.float32(0.0):
             call(table.skip_slots, (place, thresholds_T[token], *own, job.normed + 2 * token * job.hidden, job.hidden))
     if job.seen_chosen != 0:
@@ -296,6 +330,34 @@ def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
     if job.before_experts != 0:
         call(table.require_experts, (address, index, chosen, weights))
     keep(logits)
+    keep(wide)
+
+
+@helper
+def _logits(job: Any, place: Any, logits: Any) -> None:
+    """Write the router's logits, [T, N] bfloat16."""
+    layer, table, ends = layer_at(place), kernels_at(job.kernels), np.empty(1, np.int64)
+    count = layer.expert_count
+    ends[0] = count
+    multiply(job, layer.router_form, place + ROUTER, ends, 1, job.hidden, job.normed, logits)
+    if layer.router_bias != 0:
+        call(table.add_columns, (logits, job.tokens, count, 0, count, layer.router_bias))
+
+
+@helper
+def _wide_logits(job: Any, place: Any, logits: Any) -> None:
+    """Write the router's logits, [T, N] float32."""
+    layer, ends = layer_at(place), np.empty(1, np.int64)
+    ends[0] = layer.expert_count
+    wide = wide_vector(job.normed, job.tokens * job.hidden)
+    multiply(job, layer.router_form, place + ROUTER, ends, 1, job.hidden, address_of(wide), logits)
+    keep(wide)
+    if layer.router_bias != 0:
+        bias_N = wide_vector(layer.router_bias, layer.expert_count)
+        logits_TN = numba.carray(floats(logits), (job.tokens, layer.expert_count))
+        for token in range(job.tokens):
+            for expert in range(layer.expert_count):
+                logits_TN[token, expert] += bias_N[expert]
 
 
 @helper
@@ -365,62 +427,3 @@ def add_columns(y: Any, tokens: Any, width: Any, first: Any, count: Any, bias: A
     for token in range(tokens):
         for index in range(count):
             y_TO[token, first + index] = narrow(widen(y_TO[token, first + index]) + bias_W[index])
-
-
-@kernel("void(int64, int64, int64, int64)")
-def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
-    """Write a token's experts by the softmax of its bfloat16 logits, largest first, and their weights."""
-    layer = layer_at(place)
-    experts, slots, normalizes, scale = layer.expert_count, layer.slots, layer.normalizes, layer.weight_scale
-    logits_N, chosen_S = numba.carray(halves(logits), (experts,)), numba.carray(integers(chosen), (slots,))
-    weights_S = numba.carray(floats(weights), (slots,))
-    shares_N = np.empty(experts, np.float32)
-    largest = np.float32(-np.inf)
-    for expert in range(experts):
-        shares_N[expert] = widen(logits_N[expert])
-        largest = max(largest, shares_N[expert])
-    total = np.float32(0.0)
-    for expert in range(experts):
-        shares_N[expert] = exp(shares_N[expert] - largest)
-        total += shares_N[expert]
-    of_chosen = np.float32(0.0)
-    for slot in range(slots):
-        best = 0
-        for expert in range(1, experts):
-            if shares_N[expert] > shares_N[best]:
-                best = expert
-        chosen_S[slot], weights_S[slot] = best, shares_N[best] / total
-        of_chosen += weights_S[slot]
-        shares_N[best] = np.float32(-1.0)
-    for slot in range(slots):
-        if normalizes:
-            weights_S[slot] /= of_chosen
-        weights_S[slot] *= scale
-
-
-@kernel("void(int64, float32, int64, int64, int64, int64)")
-def skip_slots(place: Any, threshold: Any, chosen: Any, weights: Any, x: Any, hidden: Any) -> None:
-    """Apply adaptive skipping (DiEP §4.3) to a token with its input x, [D] bfloat16, as in `routing.Skipping`."""
-    layer = layer_at(place)
-    slots, experts = layer.slots, layer.expert_count
-    x_D, norm = numba.carray(halves(x), (hidden,)), np.float64(0.0)
-    for index in range(hidden):
-        norm += abs(widen(x_D[index]))
-    if norm > layer.importance:
-        return
-    chosen_S, weights_S = numba.carray(integers(chosen), (slots,)), numba.carray(floats(weights), (slots,))
-    gamma1 = numba.carray(floats(layer.gamma1), (slots - 1,))
-    gamma2 = numba.carray(floats(layer.gamma2), (experts, experts))
-    before = left = np.float32(0.0)
-    for slot in range(slots):
-        before += weights_S[slot]
-    first, is_skipped = chosen_S[0], False
-    for slot in range(slots):
-        if slot >= max(1, layer.keep):
-            gamma = gamma1[slot - 1] * gamma2[first, chosen_S[slot]]
-            if weights_S[slot] < threshold * gamma * weights_S[0]:
-                chosen_S[slot], weights_S[slot], is_skipped = -1, np.float32(0.0), True
-        left += weights_S[slot]
-    if layer.restores and is_skipped:
-        for slot in range(slots):
-            weights_S[slot] *= before / left

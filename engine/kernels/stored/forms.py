@@ -28,7 +28,11 @@ PLAIN: Form = (16, 1)
 """The form of bfloat16, whose values have no scales."""
 FLOAT32: Form = ("float32", 1)
 FLOAT16: Form = ("float16", 1)
-"""The forms of plain weights in these dtypes. Calls with them take and return float32, all others bfloat16."""
+"""The forms of plain weights in these dtypes."""
+WIDE: Form = ("wide", 1)
+"""The form of bfloat16 that is multiplied in float32."""
+TAKE_FLOATS = (FLOAT32, FLOAT16, WIDE)
+"""Calls with these forms take and return float32, all others bfloat16."""
 BLOCKS: Form = ("blocks", RUN)
 """The form of matrices in blocks, which contain their scales."""
 MIXED: Form = ("mixed", RUN)
@@ -81,7 +85,7 @@ class _Row(NamedTuple):
 def _row(kind: int | str) -> _Row:
     if kind == 16:
         return _Row(16, 1, 2, 4 * VALUE_BYTES, "multiply_plain", "prepare_plain")
-    if kind in (FLOAT32[0], FLOAT16[0]):
+    if kind in (FLOAT32[0], FLOAT16[0], WIDE[0]):
         size = 4 if kind == FLOAT32[0] else 2
         return _Row(8 * size, 1, size, 16, f"multiply_{kind}", "prepare_wide")
     if kind == MIXED[0]:
@@ -123,7 +127,7 @@ def _record(form: Form) -> Any:
     for name in ("bits", "numbers", "bytes", "vector"):
         record[name] = getattr(row, name)
     record["group"], record["by_matrix"], record["own_vectors"] = form[1], form in (BLOCKS, MIXED), form == MIXED
-    record["takes_floats"] = form in (FLOAT32, FLOAT16)
+    record["takes_floats"] = form in TAKE_FLOATS
     for name in ("multiply", "prepare", "widen"):
         record[name] = KERNELS[own].address if (own := getattr(row, name)) else 0
     return record

@@ -23,7 +23,7 @@ from engine.decoder.model import Decoder
 from engine.decoder.routing import NO_EXPERT, Selection
 from engine.families.layer_config import Activation, ClampedSwiglu, GatedGelu
 from engine.kernels.kernel_choice import DECODING, FLOATS_MAX_ROWS, PROMPT, prepare_decoding
-from engine.kernels.linear import linear, linears
+from engine.kernels.linear import linear, linears, wide_linear
 from engine.kernels.plain_forms import FLOATS
 from engine.kernels.stored.quantized_weight import quantise
 
@@ -89,6 +89,16 @@ def test_products_equal_the_formula_and_have_the_same_bits_alone(
         exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
         assert made.dtype == dtype and is_near(made, exact)
         assert torch.equal(made, single)
+
+
+@needs_numba
+@pytest.mark.parametrize("inputs", [17, 330])
+def test_bfloat16_is_multiplied_in_float32(inputs: int) -> None:
+    torch.manual_seed(4)
+    weight, x = matrix(9, inputs, torch.bfloat16), torch.randn(5, inputs).bfloat16()
+    made = wide_linear(kernels, x, weight)
+    assert made.dtype == torch.float32 and is_near(made, x.double() @ weight.double().T)
+    assert torch.equal(made, torch.cat([wide_linear(kernels, row[None], weight) for row in x]))
 
 
 @needs_numba
