@@ -13,6 +13,7 @@ Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from ctypes import c_char
 from dataclasses import dataclass
@@ -250,7 +251,8 @@ class _Outside:
 
     def __init__(self, kernels: Any, layers: Any) -> None:
         self._layers = layers
-        self.functions = kernels.MIX(self._mix), kernels.CHOOSE(self._choose)
+        own = weakref.proxy(self)  # functions that held this object would keep all weights until cycles are collected
+        self.functions = kernels.MIX(lambda *given: own._mix(*given)), kernels.CHOOSE(lambda *given: own._choose(*given))
         self._positions: Any = None
         self._cache: Any = None
         self._x_BLD: Any = None
@@ -307,7 +309,8 @@ class _BeforeExperts:
         self._used_LTS: Any = None
         self._asked: set[int] = set()
         self._error: BaseException | None = None
-        self.function = kernels.BEFORE_EXPERTS(self._require)
+        own = weakref.proxy(self)
+        self.function = kernels.BEFORE_EXPERTS(lambda *given: own._require(*given))
         for layer, residency in self._residencies.items():
             arrays = {"places": residency.places_N, "awaits": residency.awaits_1, "following": residency.following_K}
             for name, array in arrays.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,6 +293,21 @@ def test_observers_see_choices_that_are_called_back(tmp_path: Path, monkeypatch:
     assert len(seen["whole"]) == len(seen["layers"]) > 0
     for one, other in zip(seen["whole"], seen["layers"], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@needs_numba
+def test_a_decoder_that_decoded_goes_with_its_last_reference(tmp_path: Path) -> None:
+    save_reference("deepseek_v3", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    decoded(decoder, TOKENS)
+    layers, weight = weakref.ref(decoder.layers), weakref.ref(decoder.moe_blocks[0].router_ND)
+    gc.disable()
+    try:
+        del decoder
+        assert layers() is None and weight() is None
+    finally:
+        gc.enable()
 
 
 def test_moved_weights_are_read_where_they_are(tmp_path: Path) -> None:
