@@ -228,6 +228,8 @@ class Contender:
             }
             command = [str(setting.vllm_python), str(Path(__file__).with_name("vllm_peer.py")), json.dumps(given)]
         environment = os.environ | HIDDEN.get(setting.hidden, {})
+        if kind == "vLLM":
+            environment |= {"OMP_NUM_THREADS": str(setting.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self.ask(PREFILL)  # so that the next one loads undisturbed
 
@@ -448,6 +450,8 @@ def main() -> None:
     require("llama_cpp", "gguf", "matplotlib")
     if arguments.hide and "AVX512 = 1" in peers(arguments.vllm_python)["llama.cpp by llama-cpp-python"]["build"]:
         parser.error("llama.cpp was built with AVX-512, which it cannot hide")
+    if arguments.hide and arguments.vllm_python:
+        parser.error("--hide has no effect on vLLM; leave out --vllm-python")
     setting = Setting(arguments.threads, arguments.vllm_python, arguments.hide)
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)

@@ -1,7 +1,7 @@
 """A model that writes responses while it is trained: by the compiled kernels where they multiply its weights.
 
-The kernels multiply bfloat16. A student whose weights have another dtype is copied into bfloat16, and the copy is brought
-up to date before each batch of responses; that costs two bytes for each parameter.
+The kernels compute whole steps in bfloat16. A student whose weights have another dtype is copied into bfloat16, and the
+copy is brought up to date before each batch of responses; that costs two bytes for each parameter.
 """
 
 from __future__ import annotations

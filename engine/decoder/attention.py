@@ -304,7 +304,8 @@ def attend(
         if sinks_H is not None:
             return attend_with_sinks(widened, key_BGPE, value_BGPV, mask, scale, sinks_H).to(query_BHLE.dtype)
         return attend_in_blocks(widened, key_BGPE, value_BGPV, mask, scale).to(query_BHLE.dtype)
-    if is_emulated(query_BHLE):
+    reads_once = query_BHLE.dtype == torch.float16 and query_BHLE.shape[2] == 1  # widening would cost more than emulation
+    if is_emulated(query_BHLE) and not reads_once:
         wide = (query_BHLE.float(), key_BGPE.float(), value_BGPV.float())
         return attend(*wide, mask, scale, sinks_H).to(query_BHLE.dtype)
     if sinks_H is not None:

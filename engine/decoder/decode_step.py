@@ -13,6 +13,7 @@ Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Sequence
 from ctypes import c_char
@@ -28,7 +29,6 @@ from engine.decoder.experts import Expert, MoeBlock, table_rows
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import (
-    NO_EXPERT,
     BiasedTopK,
     GroupedTopK,
     Routing,
@@ -77,6 +77,7 @@ class DecodeStep:
         """The first layer whose attention the kernels compute."""
         self._wide: list[tuple[Any, MoeBlock]] = []
         """Records and blocks of layers with logits in float32, which the kernels do not show to observers."""
+        self._lock = threading.Lock()
         self._rules: list[Any] = []
         """Arrays of rules whose addresses the tables hold."""
 
@@ -85,6 +86,17 @@ class DecodeStep:
 
         The step reads the next position of several sequences, or the next few positions of one sequence.
         """
+        if not self._lock.acquire(blocking=False):  # another thread is in a step of this decoder
+            return None
+        try:
+            return self._computed(x_BLD, positions, cache)
+        finally:
+            self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return DecodeStep, (self._config, self._layers)  # a copy makes tables and functions of its own
+
+    def _computed(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch | None) -> Tensor | None:
         batch, length, hidden = x_BLD.shape
         if cache is None or positions.is_padded or positions.temperature is not None or (batch > 1 and length > 1):
             return None
@@ -98,30 +110,35 @@ class DecodeStep:
         tokens = batch * length
         assert self._tables is not None and self._outside is not None
         angles, caches, places, sizes, scale = self._for_attention(kernels, positions, cache, batch, length)
-        self._outside.begin(x_BLD, positions, cache)
         for row, block in self._wide:
             row["chooses_outside"] = int(block.observer is not None)
+        layers = self._tables.layers
+        calls = np.count_nonzero(layers["mixes"] == kernels.OUTSIDE) + np.count_nonzero(layers["chooses_outside"])
+        self._outside.begin(x_BLD, positions, cache, int(calls))
         seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
         before = self._before_experts(kernels, hidden)
         used_LTS = None if before is None else before.begin(len(self._layers), tokens, self._slots)
-        kernels.decode(
-            x_BLD.data_ptr(),
-            self._tables.layers,
-            caches,
-            tuple(angle.data_ptr() for angle in angles),
-            places,
-            sizes,
-            (self._config.norm_epsilon, scale, self._config.multipliers.residual),
-            (tokens, hidden),
-            self._thresholds(tokens),
-            seen,
-            None if before is None else (before.function, used_LTS),
-            self._outside.functions,
-            zero_centered=self._config.zero_centered,
-        )
-        self._outside.end()
-        if before is not None:
-            before.end()
+        try:
+            kernels.decode(
+                x_BLD.data_ptr(),
+                layers,
+                caches,
+                tuple(angle.data_ptr() for angle in angles),
+                places,
+                sizes,
+                (self._config.norm_epsilon, scale, self._config.multipliers.residual),
+                (tokens, hidden),
+                self._thresholds(tokens),
+                seen,
+                None if before is None else (before.function, used_LTS),
+                self._outside.functions,
+                zero_centered=self._config.zero_centered,
+            )
+        finally:
+            errors = [self._outside.end(), None if before is None else before.end()]
+        for error in errors:
+            if error is not None:
+                raise error
         if seen is not None:
             self._tell(*seen)
         return x_BLD
@@ -256,18 +273,22 @@ class _Outside:
         self._positions: Any = None
         self._cache: Any = None
         self._x_BLD: Any = None
+        self._missing = 0
         self._error: BaseException | None = None
 
-    def begin(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch) -> None:
-        """Begin a step, in which the hidden states x are overwritten."""
+    def begin(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch, calls: int) -> None:
+        """Begin a step, in which the hidden states x are overwritten. calls: number of calls that it will make."""
         self._x_BLD, self._positions, self._cache = x_BLD, positions, cache
+        self._missing, self._error = calls, None
 
-    def end(self) -> None:
-        """Raise the first error of the step, which could not pass through compiled code; the result is then worthless."""
-        error, self._error = self._error, None
-        self._x_BLD = self._positions = self._cache = None
-        if error is not None:
-            raise error
+    def end(self) -> BaseException | None:
+        """Return the first error of the step, which could not pass through compiled code; the result is then worthless.
+
+        A call that never came in was interrupted before its first line, where Python drops the interrupt.
+        """
+        error = self._error or (KeyboardInterrupt() if self._missing else None)
+        self._error = self._x_BLD = self._positions = self._cache = None
+        return error
 
     def _states(self, address: int) -> Tensor:
         hidden = self._x_BLD.shape[-1]
@@ -280,12 +301,11 @@ class _Outside:
             x_BLD = self._states(x).view(self._x_BLD.shape)
             y_BLD = self._layers[layer].attention(x_BLD, self._positions, self._cache)
             self._states(results).copy_(y_BLD.view(-1, y_BLD.shape[-1]))
+            self._missing -= 1
         except BaseException as error:
             self._error = error
 
     def _choose(self, layer: int, x: int, chosen: int, weights: int, tokens: int, slots: int) -> None:
-        chosen_TS, weights_TS = _array(chosen, np.int64, tokens, slots), _array(weights, np.float32, tokens, slots)
-        chosen_TS[:], weights_TS[:] = NO_EXPERT, 0.0  # which compiled code can go on with after an error
         if self._error is not None:
             return
         try:
@@ -294,7 +314,9 @@ class _Outside:
             selection = select(block.routing, x_TD, logits_TN)
             if block.observer is not None:
                 block.observer(x_TD.clone(), logits_TN, selection)
-            chosen_TS[:], weights_TS[:] = selection.experts.numpy(), selection.weights.numpy()
+            _array(chosen, np.int64, tokens, slots)[:] = selection.experts.numpy()
+            _array(weights, np.float32, tokens, slots)[:] = selection.weights.numpy()
+            self._missing -= 1
         except BaseException as error:
             self._error = error
 
@@ -320,20 +342,21 @@ class _BeforeExperts:
         """Begin a step. Returns the array for the experts that it uses, [layers, T, slots]."""
         self._used_LTS = np.full((layers, tokens, slots), -1, np.int64)
         self._asked.clear()
+        self._error = None
         next(iter(self._residencies.values())).begin_step()
         return self._used_LTS
 
-    def end(self) -> None:
-        """Raise the first error of the step, which could not pass through compiled code; the result is then worthless.
+    def end(self) -> BaseException | None:
+        """Return the first error of the step, which could not pass through compiled code; the result is then worthless.
 
         Otherwise note the choices of the layers that did not ask.
         """
         error, self._error = self._error, None
-        if error is not None:
-            raise error
-        for layer, residency in self._residencies.items():
-            if layer not in self._asked:
-                residency.note(self._used_LTS[layer])
+        if error is None:
+            for layer, residency in self._residencies.items():
+                if layer not in self._asked:
+                    residency.note(self._used_LTS[layer])
+        return error
 
     def _require(self, layer: int, chosen: int, weights: int, x: int, tokens: int, slots: int, predicted: int) -> None:
         if self._error is not None:

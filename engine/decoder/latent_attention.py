@@ -141,7 +141,7 @@ class LatentAttention(nn.Module):
 
     def absorbed(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from one position to the latent vectors directly: all heads' queries become positions of one head."""
-        if is_emulated(latent_B1PC):
+        if is_emulated(latent_B1PC) and latent_B1PC.dtype != torch.float16:
             wide = Queries(*(each.float() for each in queries))
             return self.absorbed(wide, latent_B1PC.float(), key_B1PR.float(), mask).to(latent_B1PC.dtype)
         sizes, dtype = self.sizes, latent_B1PC.dtype

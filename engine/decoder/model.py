@@ -239,6 +239,8 @@ class Decoder(nn.Module):
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
         low_bit = sorted({module.kind for module in self.modules() if isinstance(module, LowBitWeight)}, key=str)
         mixers = sorted({module.kernel for module in self.modules() if isinstance(module, GatedDelta | Mamba2)})
+        rules = [getattr(block.routing, "base", block.routing) for block in self.moe_blocks]
+        mixers += ["choose_by_sigmoid"] if any(isinstance(rule, SigmoidTopK) for rule in rules) else []
         is_whole, centered = self._step.serves(kernels), self.config.zero_centered
         low_bit += ["wide"] if any(block.router_in_float32 for block in self.moe_blocks) else []
         needed: list[Any] = kernels.needed(low_bit, is_whole=is_whole, mixers=mixers, zero_centered=centered)

@@ -459,7 +459,7 @@ def needed(
 ) -> list[Kernel]:
     """Return the kernels that decode with weights of these bits, or in blocks of these types.
 
-    is_whole: whether to add the kernel of all layers. mixers: names of the kernels of linear attention to add.
+    is_whole: whether to add the kernel of all layers. mixers: names of further kernels to add.
     zero_centered: whether to add that of zero-centered norms.
     """
     every = [kernel for each in dict.fromkeys((16, *kinds)) for kernel in form_kernels(each)]

@@ -128,7 +128,7 @@ def prepare_decoding(
 
 
 def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the compiled kernels multiply weights of this dtype on this device. This loads them."""
+    """Return whether the compiled kernels compute whole steps in this dtype on this device. This loads them."""
     return dtype == torch.bfloat16 and device.type == "cpu" and _load_kernels() is not None
 
 

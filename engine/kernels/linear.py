@@ -50,7 +50,8 @@ def has_half_arithmetic() -> bool:
 @cache
 def has_float16_arithmetic() -> bool:
     """Return whether torch multiplies float16 with instructions of this processor."""
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    own = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)  # missing in a torch without oneDNN
+    return own is not None and bool(own())
 
 
 def emulates(dtype: torch.dtype) -> bool:

@@ -294,6 +294,8 @@ def routed_experts(address: Any, index: Any) -> None:
     layer, tokens, slots = layer_at(place), job.tokens, layer_at(place).slots
     chosen, weights = np.empty(tokens * slots, np.int64), np.empty(tokens * slots, np.float32)
     if layer.chooses_outside != 0:
+        for number in range(tokens * slots):  # no expert, should the function not write
+            chosen[number], weights[number] = -1, np.float32(0.0)
         call(job.choose, (index, job.normed, address_of(chosen), address_of(weights), tokens, slots))
     else:
         _choose(address, index, address_of(chosen), address_of(weights))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from engine.kernels.plain_forms import FLOATS, plain_form
 
 TRIAL_SHAPE = 4096, 4096
-"""Shape of the trial's matrix: 32 MB, more than most caches hold."""
+"""Shape of the trial's matrix: 32 MB in half precision, more than most caches hold."""
 CLEARLY = 1.5
 """How many times as fast torch must be to be chosen, so that other work during the trial does not decide the choice."""
 MOST_TRIALS = 8

@@ -1,11 +1,11 @@
 """Forms of weights, and for each form the kernels that multiply, prepare vectors and widen.
 
-A form is two values: the bits of a weight, or the name of a type of blocks or of packed floats, and the number of weights
-that share a scale. Packed floats have in the place of scales the address of a record, which says where their scales lie.
-The kernels of a form are loaded when a product with such weights is first requested. Matrices in blocks that are multiplied
-in one call may be of several types: the call has the form BLOCKS, and each matrix names its own. Experts whose matrices have
-different bits are multiplied in one call of the form MIXED: each matrix has a record of its own, with the address of its
-scales, and vectors are prepared for each matrix, not once for all.
+A form is two values: the bits of a weight, or the name of a dtype, or of a type of blocks or packed floats, and the number
+of weights that share a scale. Packed floats have in the place of scales the address of a record, which says where their
+scales lie. The kernels of a form are loaded when a product with such weights is first requested. Matrices in blocks that
+are multiplied in one call may be of several types: the call has the form BLOCKS, and each matrix names its own. Experts
+whose matrices have different bits are multiplied in one call of the form MIXED: each matrix has a record of its own, with
+the address of its scales, and vectors are prepared for each matrix, not once for all.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +295,35 @@ def test_observers_see_choices_that_are_called_back(tmp_path: Path, monkeypatch:
     assert len(seen["whole"]) == len(seen["layers"]) > 0
     for one, other in zip(seen["whole"], seen["layers"], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@needs_numba
+@pytest.mark.parametrize("part", ["_mix", "_choose"])
+def test_a_call_that_is_lost_to_an_interrupt_ends_the_step(part: str, tmp_path: Path) -> None:
+    """Python drops an interrupt before the first line of a function that compiled code calls."""
+    save_reference("deepseek_v3", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    decoder.moe_blocks[0].observer = lambda *seen: None
+    expected, outside = decoded(decoder, TOKENS), decoder._step._outside
+    setattr(outside, part, lambda *given: None)
+    cache = KeyValueCache(decoder.config, 1, 4, torch.bfloat16)
+    with pytest.raises(KeyboardInterrupt), torch.inference_mode():
+        decoder(TOKENS[:1, :1], cache=cache, choice=DECODING)
+    delattr(outside, part)
+    assert torch.equal(decoded(decoder, TOKENS), expected)
+
+
+@needs_numba
+def test_a_decoder_that_decoded_is_copied_and_used_by_two_threads(tmp_path: Path) -> None:
+    save_reference("deepseek_v3", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    expected = decoded(decoder, TOKENS)
+    shared: dict[int, object] = {id(own): own for own in (decoder.config, decoder.rotary)}
+    assert torch.equal(decoded(copy.deepcopy(decoder, shared), TOKENS), expected)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(made, expected) for made in pool.map(lambda _: decoded(decoder, TOKENS), range(12)))
 
 
 @needs_numba
