@@ -201,7 +201,7 @@ class DecodeStep:
         assert self._tables is not None
         self._wide, self._rules = [], []
         for layer, block in self._moe_layers():
-            routing, rule, row = block.routing, _rule(block.routing), self._tables.layers[layer]
+            routing, rule, row = block.routing, rule_of(block.routing), self._tables.layers[layer]
             row["slots"] = min(rule.experts_per_token, len(block.experts))
             row["chooses_outside"] = int(not (_is_known(routing) and _has_known_router(kernels, block)))
             if row["chooses_outside"]:
@@ -251,13 +251,13 @@ class DecodeStep:
     @property
     def _slots(self) -> int:
         """The most experts that a layer chooses for a token."""
-        return max(int(_rule(routing).experts_per_token) for routing in self._routings)
+        return max(int(rule_of(routing).experts_per_token) for routing in self._routings)
 
     def _tell(self, chosen: Any, weights: Any, inputs: Any, logits: Any) -> None:
         assert self._tables is not None
         for layer, block in self._moe_layers():
             if block.observer is not None and not self._tables.layers[layer]["chooses_outside"]:
-                experts, slots = len(block.experts), min(_rule(block.routing).experts_per_token, len(block.experts))
+                experts, slots = len(block.experts), min(rule_of(block.routing).experts_per_token, len(block.experts))
                 selection = Selection(*(torch.from_numpy(part[layer, :, :slots].copy()) for part in (chosen, weights)))
                 own_logits = np.ascontiguousarray(logits[layer, :, :experts])
                 block.observer(as_bfloat16(inputs[layer]), as_bfloat16(own_logits), selection)
@@ -383,7 +383,7 @@ def _first_norm(layer: Any) -> Tensor:
 
 
 def _is_known(routing: Routing) -> bool:
-    rule = _rule(routing)
+    rule = rule_of(routing)
     arrays = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
     arrays += [rule.bias_N] if isinstance(rule, SigmoidTopK) else []
     plain = (array.dtype == torch.float32 and array.is_cpu and array.is_contiguous() for array in arrays)
@@ -403,20 +403,20 @@ def _fill_sigmoids(row: Any, rule: SigmoidTopK, experts: int) -> list[Any]:
 
 def _may_be_called(routing: Routing) -> bool:
     """Return whether the step can call a routing outside: it gives every token as many slots as its rule says."""
-    return isinstance(_rule(routing), TopK | GroupedTopK | SigmoidTopK | BiasedTopK | UnweightedTopK | SparseMixer)
+    return isinstance(rule_of(routing), TopK | GroupedTopK | SigmoidTopK | BiasedTopK | UnweightedTopK | SparseMixer)
 
 
 def _has_known_router(kernels: Any, block: MoeBlock) -> bool:
     """Return whether the kernels compute the logits of a block's router."""
     if block.gate_hidden_HD is not None or block.own_norms is not None:
         return False
-    if block.router_in_float32 and not isinstance(_rule(block.routing), SigmoidTopK):
+    if block.router_in_float32 and not isinstance(rule_of(block.routing), SigmoidTopK):
         return False
     parts = [part for part in (block.router_ND, block.logit_bias_N) if part is not None]
     return bool(kernel_form(kernels, parts) == kernels.PLAIN)
 
 
-def _rule(routing: Routing) -> Any:
+def rule_of(routing: Routing) -> Any:
     """Return the rule that chooses experts, without skipping."""
     return routing.base if isinstance(routing, Skipping) else routing
 

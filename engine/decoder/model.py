@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.decoder.attention import Attention, Cache, Masks, Positions, attention_mask, first_seen
-from engine.decoder.decode_step import DecodeStep
+from engine.decoder.decode_step import DecodeStep, rule_of
 from engine.decoder.experts import Expert, MoeBlock, expert_of
 from engine.decoder.gated_delta import GatedDelta, SplitGatedDelta
 from engine.decoder.kv_cache import KeyValueCache
@@ -239,10 +239,10 @@ class Decoder(nn.Module):
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
         low_bit = sorted({module.kind for module in self.modules() if isinstance(module, LowBitWeight)}, key=str)
         mixers = sorted({module.kernel for module in self.modules() if isinstance(module, GatedDelta | Mamba2)})
-        rules = [getattr(block.routing, "base", block.routing) for block in self.moe_blocks]
-        mixers += ["choose_by_sigmoid"] if any(isinstance(rule, SigmoidTopK) for rule in rules) else []
+        by_sigmoid = any(isinstance(rule_of(block.routing), SigmoidTopK) for block in self.moe_blocks)
+        mixers += ["choose_by_sigmoid"] if by_sigmoid else []
         is_whole, centered = self._step.serves(kernels), self.config.zero_centered
-        low_bit += ["wide"] if any(block.router_in_float32 for block in self.moe_blocks) else []
+        low_bit += [kernels.WIDE[0]] if any(block.router_in_float32 for block in self.moe_blocks) else []
         needed: list[Any] = kernels.needed(low_bit, is_whole=is_whole, mixers=mixers, zero_centered=centered)
         return needed
 

@@ -142,6 +142,15 @@ def products_block(address: Any, block: Any) -> None:
         write(job.results, row * ends_M[-1] + first, wide_TW[row, :count], form_at(job.form))
 
 
+@inline
+def _over_root(x_D: Any, epsilon: Any) -> Any:
+    """Return 1 / rms(x)."""
+    size, squares = x_D.shape[0], np.float32(0.0)
+    for index in range(size):
+        squares += x_D[index] * x_D[index]
+    return np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+
+
 @kernel("void(int64, int64, float32, int64, int64, int64)")
 def centered_norm(x: Any, weight: Any, epsilon: Any, rows: Any, size: Any, results: Any) -> None:
     """Write y = x / rms(x) · (1 + weight), rounded once."""
@@ -149,10 +158,7 @@ def centered_norm(x: Any, weight: Any, epsilon: Any, rows: Any, size: Any, resul
     weight_D = wide_vector(weight, size)
     for row in range(rows):
         x_D = wide_vector(x + 2 * row * size, size)
-        squares = np.float32(0.0)
-        for index in range(size):
-            squares += x_D[index] * x_D[index]
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+        scale = _over_root(x_D, epsilon)
         for index in range(size):
             y_TD[row, index] = narrow(x_D[index] * scale * (np.float32(1.0) + weight_D[index]))
 
@@ -164,9 +170,6 @@ def rms_norm(x: Any, weight: Any, epsilon: Any, rows: Any, size: Any, results: A
     weight_D = wide_vector(weight, size)
     for row in range(rows):
         x_D = wide_vector(x + 2 * row * size, size)
-        squares = np.float32(0.0)
-        for index in range(size):
-            squares += x_D[index] * x_D[index]
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+        scale = _over_root(x_D, epsilon)
         for index in range(size):
             y_TD[row, index] = narrow(weight_D[index] * widen(narrow(x_D[index] * scale)))

@@ -7,7 +7,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.compiler.arithmetic import exp, widen
+from engine.kernels.compiler.arithmetic import exp, place_of_largest, widen
 from engine.kernels.compiler.compiling import helper, kernel
 from engine.kernels.compiler.memory import floats, halves, integers
 from engine.kernels.step import layer_at
@@ -31,10 +31,7 @@ def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
         total += shares_N[expert]
     of_chosen = np.float32(0.0)
     for slot in range(slots):
-        best = 0
-        for expert in range(1, experts):
-            if shares_N[expert] > shares_N[best]:
-                best = expert
+        best = place_of_largest(shares_N)
         chosen_S[slot], weights_S[slot] = best, shares_N[best] / total
         of_chosen += weights_S[slot]
         shares_N[best] = np.float32(-1.0)
@@ -59,10 +56,7 @@ def choose_by_sigmoid(place: Any, logits: Any, chosen: Any, weights: Any) -> Non
         _keep_best_groups(layer, choice_N)
     total = np.float32(0.0)
     for slot in range(slots):
-        best = 0
-        for expert in range(1, experts):
-            if choice_N[expert] > choice_N[best]:
-                best = expert
+        best = place_of_largest(choice_N)
         is_empty = choice_N[best] == none
         chosen_S[slot] = -1 if is_empty else best
         weights_S[slot] = np.float32(0.0) if is_empty else scores_N[best]

@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.compiler.arithmetic import widen
+from engine.kernels.compiler.arithmetic import place_of_largest, widen
 from engine.kernels.compiler.compiling import helper, kernel
 from engine.kernels.compiler.memory import address_of, call, halves, integers, keep
 from engine.kernels.compiler.parallel import kernels_at
@@ -77,10 +77,7 @@ def _predict(job: Any, index: Any, predicted: Any) -> Any:
         for expert in range(count):
             left_N[expert] = widen(logits_TN[token, expert])
         for slot in range(layer.slots):
-            best = 0
-            for expert in range(1, count):
-                if left_N[expert] > left_N[best]:
-                    best = expert
+            best = place_of_largest(left_N)
             left_N[best] = np.float32(-np.inf)
             predicted_TS[token, slot] = best
             if places_N[best] == ABSENT:

@@ -1,4 +1,4 @@
-"""Conversion between bfloat16 and float32, and the exponential function, in operations that vectorize."""
+"""Conversion between bfloat16 and float32, and the exponential function, in operations that vectorize; the largest value."""
 
 from __future__ import annotations
 
@@ -70,6 +70,16 @@ def exp(x: Any) -> Any:
     for coefficient in SERIES:
         series = series * r + np.float32(coefficient)
     return series * as_float(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+
+
+@inline
+def place_of_largest(values_N: Any) -> Any:
+    """Return the place of the largest value, the first one where several are."""
+    best = 0
+    for place in range(1, values_N.shape[0]):
+        if values_N[place] > values_N[best]:
+            best = place
+    return best
 
 
 @inline
