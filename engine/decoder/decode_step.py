@@ -2,8 +2,8 @@
 
 For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
 compute the same products with the same rounding as `model.DecoderLayer`. Attention that they do not know is computed by its
-module, which the step calls back: latent and linear attention, output gates, norms of values, and partly rotated heads. So
-are choices of experts other than the top-k of a softmax or of sigmoids. A decoder with any other unsupported part runs
+module, which the step calls back: latent and lightning attention, output gates, norms of values, and partly rotated heads.
+So are choices of experts other than the top-k of a softmax or of sigmoids. A decoder with any other unsupported part runs
 layer by layer instead. Such parts are norms with biases, factors of residuals, scaled inputs of experts, and observers of
 experts.
 
@@ -28,6 +28,7 @@ from engine.decoder.attention import Attention, Positions
 from engine.decoder.experts import Expert, MoeBlock, table_rows
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
+from engine.decoder.recurrence import Recurrence, state_places
 from engine.decoder.routing import (
     BiasedTopK,
     GroupedTopK,
@@ -75,6 +76,8 @@ class DecodeStep:
         self._outside: _Outside | None = None
         self._attending: int | None = None
         """The first layer whose attention the kernels compute."""
+        self._recurrent: list[int] = []
+        """Layers with a state, which the kernels compute."""
         self._wide: list[tuple[Any, MoeBlock]] = []
         """Records and blocks of layers with logits in float32, which the kernels do not show to observers."""
         self._lock = threading.Lock()
@@ -110,6 +113,9 @@ class DecodeStep:
         tokens = batch * length
         assert self._tables is not None and self._outside is not None
         angles, caches, places, sizes, scale = self._for_attention(kernels, positions, cache, batch, length)
+        states = {layer: cache.state(layer) for layer in self._recurrent}
+        for layer, state in states.items():
+            caches[layer] = state_places(state)
         for row, block in self._wide:
             row["chooses_outside"] = int(block.observer is not None)
         layers = self._tables.layers
@@ -139,6 +145,8 @@ class DecodeStep:
         for error in errors:
             if error is not None:
                 raise error
+        for layer, state in states.items():
+            cache.keep_state(layer, state)  # updated in place
         if seen is not None:
             self._tell(*seen)
         return x_BLD
@@ -183,6 +191,7 @@ class DecodeStep:
                 self._outside = _Outside(kernels, self._layers)
                 attending = np.flatnonzero(self._tables.layers["mixes"] == kernels.ATTENDS)
                 self._attending = int(attending[0]) if len(attending) else None
+                self._recurrent = np.flatnonzero(self._tables.layers["mixes"] == kernels.RECURS).tolist()
         if self._tables is None or any(block.is_observed for block in self._blocks):
             return False
         if len(routings) != len(self._routings) or any(a is not b for a, b in zip(routings, self._routings, strict=True)):
@@ -421,6 +430,16 @@ def rule_of(routing: Routing) -> Any:
     return routing.base if isinstance(routing, Skipping) else routing
 
 
+def _mixes(kernels: Any, layer: Any) -> int:
+    """Return what computes the attention of this layer."""
+    if isinstance(layer.attention, Recurrence):
+        knows, kind = layer.attention.is_known(kernels), kernels.RECURS
+    else:
+        knows, kind = _attends(kernels, layer), kernels.ATTENDS
+    own: int = kind if knows else kernels.OUTSIDE
+    return own
+
+
 def _attends(kernels: Any, layer: Any) -> bool:
     """Return whether the kernels compute the attention of this layer."""
     attention = layer.attention
@@ -482,11 +501,12 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
     ]
     experts, shared = (kernels.expert_table(itertools.chain(*(rows for rows, _ in every))) for every in made)
     sinks: list[Tensor] = []
+    kept = [kept for every in made for _, kept in every]
     next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
     for row, layer, own, one in zip(table, layers, routed, alone, strict=True):
         if layer.attention_norm is not None:
             row["attention_norm"] = layer.attention_norm.data_ptr()
-            row["mixes"] = kernels.ATTENDS if _attends(kernels, layer) else kernels.OUTSIDE
+            row["mixes"] = _mixes(kernels, layer)
         if layer.feed_forward_norm is not None:
             row["ffn_norm"], row["feeds"] = layer.feed_forward_norm.data_ptr(), 1
         if layer.output_norms is not None:
@@ -497,6 +517,8 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
         if row["mixes"] == kernels.ATTENDS and layer.attention.sinks is not None:
             sinks.append(layer.attention.sinks.detach().float().contiguous())
             row["sinks"] = sinks[-1].data_ptr()
+        if row["mixes"] == kernels.RECURS:
+            kept.append(_fill_recurrence(kernels, row, layer.attention))
         if isinstance(layer.feed_forward, MoeBlock):
             _fill_experts(kernels, row, layer.feed_forward, own)
             row["experts"] = next_expert
@@ -505,7 +527,7 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
             row["shared"], row["shared_form"] = next_shared, kernels.form_address(_expert_form(kernels, [one]))
             row["shared_alpha"], row["shared_limit"] = _activation(kernels, one)
             next_shared += shared.itemsize
-    return _Tables(table, experts, shared, sinks, [kept for every in made for _, kept in every])
+    return _Tables(table, experts, shared, sinks, kept)
 
 
 def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
@@ -521,6 +543,15 @@ def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
     assert form is not None, "only layers that the kernels serve have tables"
     row["form"] = kernels.form_address(form)
     row["window"] = -attention.window.size if isinstance(attention.window, Chunk) else attention.window or 0
+
+
+def _fill_recurrence(kernels: Any, row: Any, layer: Recurrence) -> list[Any]:
+    """Write a layer with a state into its record. Returns objects that must live as long as it."""
+    table, kept = layer.table(kernels)
+    form = kernel_form(kernels, [layer.output])
+    assert form is not None, "only layers that the kernels know have tables"
+    row["recurrent"], row["output"], row["form"] = table.ctypes.data, addresses(layer.output), kernels.form_address(form)
+    return [table, *kept]
 
 
 def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]) -> None:

@@ -20,8 +20,9 @@ values, E dimensions of a query and key, V of a value, I and J positions of a bl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +30,11 @@ from torch import Tensor, nn
 
 from engine.decoder.attention import Cache, Positions
 from engine.decoder.convolution import causal_convolution
+from engine.decoder.recurrence import Recurrence
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import GatedDeltaConfig
 from engine.families.tensor_names import GATED_DELTA, SPLIT_GATED_DELTA, attention_prefix
-from engine.kernels.kernel_choice import KernelChoice
-from engine.kernels.linear import as_bfloat16, linear, linears
+from engine.kernels.linear import linear, linears
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 BLOCK = GatedDeltaConfig.block
@@ -55,13 +56,12 @@ class Projected(NamedTuple):
     """Logits of the decay, before their bias."""
 
 
-class GatedDelta(nn.Module):
+class GatedDelta(Recurrence):
     """The gated delta rule of one layer. Two matrices have all projections, head of keys by head of keys."""
 
     names: ClassVar[tuple[str, ...]] = GATED_DELTA
     """Names of the tensors within the layer's attention: the projections, and five others."""
     kernel: ClassVar[str] = "gated_delta"
-    """Name of the compiled kernel of one position."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
@@ -75,26 +75,26 @@ class GatedDelta(nn.Module):
         self.norm_V, self.output = frozen_tensor(norm), frozen(output)
 
     def _keep(self, *projections: Weight) -> None:
-        self.inputs, self.numbers = frozen(projections[0]), frozen_tensor(projections[1])
+        self.inputs, self.strength_decay = frozen(projections[0]), frozen_tensor(projections[1])
 
     @property
     def projections(self) -> tuple[nn.Parameter | LowBitWeight, ...]:
         """The projections of the layer's input, in the order of `names`."""
-        return self.inputs, self.numbers
+        return self.inputs, self.strength_decay
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]; with a cache, continue from its state and store the new one."""
         assert not positions.one_by_one, "tokens that may be undone cannot be read: the state cannot forget them"
         if positions.real_BL is not None:
             x_BLD = x_BLD * positions.real_BL[..., None]  # padding comes first, and leaves the state at zero
+        if (compiled_B1D := self.next_position(x_BLD, positions, cache)) is not None:
+            return compiled_B1D
         projected = self._projected(x_BLD, positions)
-        if cache is not None and (kernels := self._kernels(projected, positions.choice)) is not None:
-            return linear(self._compiled(kernels, projected, cache), self.output, choice=positions.choice)
         wide = torch.promote_types(x_BLD.dtype, torch.float32)
         state, last = (None, None) if cache is None else (part.to(wide) for part in cache.state(self.layer))
         mixed_BLC, last = causal_convolution(projected.mixed_BLC.to(wide), self.filter_C1K[:, 0].to(wide), last)
         query_BHLE, key_BHLE, value_BHLV = self._heads(F.silu(mixed_BLC))
-        decay_BHL, strength_BHL = self._numbers(projected, wide)
+        decay_BHL, strength_BHL = self._decays(projected, wide)
         mixed_BHLV, state = attend(query_BHLE, key_BHLE, value_BHLV, decay_BHL, strength_BHL, state)
         if cache is not None:
             cache.keep_state(self.layer, (state, last))
@@ -102,35 +102,45 @@ class GatedDelta(nn.Module):
         gated_BLX = (mixed_BLHV * F.silu(projected.gate_BLHV.to(wide))).flatten(2).to(x_BLD.dtype)
         return linear(gated_BLX, self.output, choice=positions.choice)
 
-    def _kernels(self, projected: Projected, choice: KernelChoice) -> Any:
-        """Return the compiled kernels if they compute the next position of a few sequences, otherwise None."""
-        batch, length, _ = projected.mixed_BLC.shape
-        if length > 1 or self.log_rate_H.dtype != torch.float32:
-            return None
-        return choice.for_few(batch, projected.mixed_BLC, self.filter_C1K, self.norm_V)
+    @property
+    def results(self) -> int:
+        """The kernel's results for one position: the inputs of the output projection."""
+        return self.sizes.heads * self.sizes.value_dimension
 
-    def _compiled(self, kernels: Any, projected: Projected, cache: Cache) -> Tensor:
-        """Return the input of the output projection for one position, [B, 1, X], by one compiled call."""
-        sizes, state = self.sizes, cache.state(self.layer)
-        parts = [part.contiguous() for part in projected]
-        parameters = self.filter_C1K, self.norm_V, self.decay_bias_H, self.log_rate_H
-        made = kernels.gated_delta(
-            [part.data_ptr() for part in parts],
-            [parameter.data_ptr() for parameter in parameters],
-            [part.data_ptr() for part in state],
-            len(parts[0]),
-            (sizes.heads, sizes.key_heads, sizes.key_dimension, sizes.value_dimension, sizes.kernel),
-            (self.epsilon, NORM_EPSILON),
-        )
-        cache.keep_state(self.layer, state)  # updated in place
-        return as_bfloat16(made).view(len(made), 1, -1)
+    @property
+    def vectors(self) -> Mapping[str, Tensor]:
+        """The parameters that the kernel reads in bfloat16."""
+        return {"filters": self.filter_C1K, "norm": self.norm_V}
+
+    @property
+    def numbers(self) -> Mapping[str, Tensor]:
+        """The parameters that it reads in float32."""
+        return {"decay_bias": self.decay_bias_H, "log_rate": self.log_rate_H}
+
+    @property
+    def kernel_sizes(self) -> Mapping[str, float]:
+        """The record's further fields."""
+        sizes = self.sizes
+        heads = {"heads": sizes.heads, "key_heads": sizes.key_heads}
+        each = {"key_size": sizes.key_dimension, "value_size": sizes.value_dimension, "filter_size": sizes.kernel}
+        return {**heads, **each, "epsilon": self.epsilon, "key_epsilon": NORM_EPSILON}
+
+    @cached_property
+    def columns_O(self) -> Tensor | None:
+        """The column of the projections that each column of the kernel's inputs is, int64."""
+        inputs, numbers = (weight.shape[0] for weight in self.projections)
+        parts = self._parts(*(each[None, None] for each in torch.arange(inputs + numbers).split((inputs, numbers))))
+        return torch.cat([part.flatten() for part in parts])
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> Projected:
         """Return the projections of the layer's input."""
-        sizes, choice = self.sizes, positions.choice
+        return self._parts(*linears(x_BLD, self.projections, (None, None), positions.choice))
+
+    def _parts(self, inputs_BLX: Tensor, numbers_BLX: Tensor) -> Projected:
+        """Return the parts of the two matrices' products, which are stored head of keys by head of keys."""
+        sizes = self.sizes
         own = sizes.heads // sizes.key_heads * sizes.value_dimension
-        both = linears(x_BLD, (self.inputs, self.numbers), (None, None), choice)
-        each_BLGX, numbers_BLGX = (part.unflatten(-1, (sizes.key_heads, -1)) for part in both)
+        each_BLGX, numbers_BLGX = (part.unflatten(-1, (sizes.key_heads, -1)) for part in (inputs_BLX, numbers_BLX))
         *mixed, gate_BLGX = each_BLGX.split((sizes.key_dimension, sizes.key_dimension, own, own), dim=-1)
         strength_BLGX, decay_BLGX = numbers_BLGX.chunk(2, dim=-1)
         return Projected(
@@ -150,7 +160,7 @@ class GatedDelta(nn.Module):
         value_BHLV = value_BLX.unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
         return query_BHLE * sizes.key_dimension**-0.5, key_BHLE, value_BHLV
 
-    def _numbers(self, projected: Projected, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _decays(self, projected: Projected, wide: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return ln α and β, [B, H, L]."""
         decay_BLH = F.softplus(projected.decay_BLH.to(wide) + self.decay_bias_H.to(wide))
         decay_BLH = -self.log_rate_H.to(wide).exp() * decay_BLH
@@ -171,10 +181,14 @@ class SplitGatedDelta(GatedDelta):
         """The projections of the layer's input, in the order of `names`."""
         return self.inputs, self.gate, self.strength_HD, self.decay_HD
 
+    @cached_property
+    def columns_O(self) -> Tensor | None:
+        """None: the projections side by side are the kernel's inputs."""
+        return None
+
     def _projected(self, x_BLD: Tensor, positions: Positions) -> Projected:
         """Return the projections of the layer's input."""
-        matrices = self.inputs, self.gate, self.strength_HD, self.decay_HD
-        mixed_BLC, gate_BLX, strength_BLH, decay_BLH = linears(x_BLD, matrices, (None,) * 4, positions.choice)
+        mixed_BLC, gate_BLX, strength_BLH, decay_BLH = linears(x_BLD, self.projections, (None,) * 4, positions.choice)
         return Projected(mixed_BLC, gate_BLX.unflatten(-1, (self.sizes.heads, -1)), strength_BLH, decay_BLH)
 
 

@@ -23,8 +23,8 @@ group, H heads, N state dimensions, P dimensions of a head, I and J positions of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,22 +32,21 @@ from torch import Tensor, nn
 
 from engine.decoder.attention import Cache, Positions
 from engine.decoder.convolution import causal_convolution
+from engine.decoder.recurrence import Recurrence
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Mamba2Config
 from engine.families.tensor_names import MAMBA2, attention_prefix
-from engine.kernels.kernel_choice import KernelChoice
-from engine.kernels.linear import as_bfloat16, linear
-from engine.kernels.stored.quantized_weight import Weight, frozen, frozen_tensor
+from engine.kernels.linear import linear
+from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 BLOCK = Mamba2Config.block
 """Number of positions in one block."""
 
 
-class Mamba2(nn.Module):
+class Mamba2(Recurrence):
     """The Mamba-2 mixer of one layer."""
 
     kernel: ClassVar[str] = "mamba2"
-    """Name of the compiled kernel of one position."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
@@ -65,9 +64,9 @@ class Mamba2(nn.Module):
         sizes, real_BL1 = self.sizes, None if positions.real_BL is None else positions.real_BL[..., None]
         if real_BL1 is not None:
             x_BLD = x_BLD * real_BL1  # padding comes first, and leaves the state at zero
+        if (compiled_B1D := self.next_position(x_BLD, positions, cache)) is not None:
+            return compiled_B1D
         projected_BLX = linear(x_BLD, self.inputs, choice=positions.choice)
-        if cache is not None and (kernels := self._kernels(projected_BLX, positions.choice)) is not None:
-            return linear(self._compiled(kernels, projected_BLX, cache), self.output, choice=positions.choice)
         gate_BLX, mixed_BLC, step_BLH = projected_BLX.split((sizes.inner, sizes.channels, sizes.heads), dim=-1)
         wide = torch.promote_types(x_BLD.dtype, torch.float32)
         state, last = (None, None) if cache is None else (part.to(wide) for part in cache.state(self.layer))
@@ -82,28 +81,33 @@ class Mamba2(nn.Module):
         gated_BLX = self._normed(mixed_BLX * F.silu(gate_BLX.to(wide))).to(x_BLD.dtype)
         return linear(gated_BLX, self.output, choice=positions.choice)
 
-    def _kernels(self, projected_BLX: Tensor, choice: KernelChoice) -> Any:
-        """Return the compiled kernels if they compute the next position of a few sequences, otherwise None."""
-        batch, length, _ = projected_BLX.shape
-        if length > 1:
-            return None
-        return choice.for_few(batch, projected_BLX, self.filter_C1K, self.filter_bias_C, self.norm_X)
+    @property
+    def projections(self) -> tuple[nn.Parameter | LowBitWeight, ...]:
+        """The projection of the layer's input."""
+        return (self.inputs,)
 
-    def _compiled(self, kernels: Any, projected_B1X: Tensor, cache: Cache) -> Tensor:
-        """Return the input of the output projection for one position, [B, 1, X], by one compiled call."""
-        sizes, state, projected_B1X = self.sizes, cache.state(self.layer), projected_B1X.contiguous()
-        numbers = [part.float() for part in (self.step_bias_H, self.log_rate_H, self.through_H)]
-        parameters = self.filter_C1K, self.filter_bias_C, self.norm_X, *numbers
-        made = kernels.mamba2(
-            projected_B1X.data_ptr(),
-            [parameter.data_ptr() for parameter in parameters],
-            [part.data_ptr() for part in state],
-            len(projected_B1X),
-            (sizes.heads, sizes.groups, sizes.key_dimension, sizes.value_dimension, sizes.kernel),
-            (sizes.least_step, self.epsilon),
-        )
-        cache.keep_state(self.layer, state)  # updated in place
-        return as_bfloat16(made).view(len(made), 1, -1)
+    @property
+    def results(self) -> int:
+        """The kernel's results for one position: the inputs of the output projection."""
+        return self.sizes.inner
+
+    @property
+    def vectors(self) -> Mapping[str, Tensor]:
+        """The parameters that the kernel reads in bfloat16."""
+        return {"filters": self.filter_C1K, "filter_bias": self.filter_bias_C, "norm": self.norm_X}
+
+    @property
+    def numbers(self) -> Mapping[str, Tensor]:
+        """The parameters that it reads in float32."""
+        return {"step_bias": self.step_bias_H, "log_rate": self.log_rate_H, "through": self.through_H}
+
+    @property
+    def kernel_sizes(self) -> Mapping[str, float]:
+        """The record's further fields."""
+        sizes = self.sizes
+        heads = {"heads": sizes.heads, "groups": sizes.groups, "filter_size": sizes.kernel}
+        each = {"key_size": sizes.key_dimension, "value_size": sizes.value_dimension}
+        return {**heads, **each, "least_step": sizes.least_step, "epsilon": self.epsilon}
 
     def _mixed(self, mixed_BLC: Tensor, step_BLH: Tensor, state_BHNP: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return y of all heads [B, L, X], and the state after the last position."""

@@ -27,6 +27,7 @@ from engine.decoder.lightning_attention import LightningAttention
 from engine.decoder.mamba2 import Mamba2
 from engine.decoder.norms import BlockNorms, norm
 from engine.decoder.paged_cache import PagedBatch
+from engine.decoder.recurrence import Recurrence
 from engine.decoder.routing import (
     BiasedTopK,
     Gate,
@@ -238,7 +239,7 @@ class Decoder(nn.Module):
     def kernels_needed(self, kernels: Any) -> list[Any]:
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
         low_bit = sorted({module.kind for module in self.modules() if isinstance(module, LowBitWeight)}, key=str)
-        mixers = sorted({module.kernel for module in self.modules() if isinstance(module, GatedDelta | Mamba2)})
+        mixers = sorted({module.kernel for module in self.modules() if isinstance(module, Recurrence)})
         by_sigmoid = any(isinstance(rule_of(block.routing), SigmoidTopK) for block in self.moe_blocks)
         mixers += ["choose_by_sigmoid"] if by_sigmoid else []
         is_whole, centered = self._step.serves(kernels), self.config.zero_centered

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 
 from engine.kernels import attention, expert_panels, experts, panels, rounding_search, step, step_choices
-from engine.kernels import gated_delta as delta_kernels
-from engine.kernels import mamba2 as mamba2_kernels
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
 from engine.kernels.compiler.cache_directory import cache_directory
@@ -24,11 +22,15 @@ from engine.kernels.compiler.instructions import LANES
 from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.experts import EXPERT, EXPERTS
+from engine.kernels.gated_delta import GATED_DELTA
+from engine.kernels.mamba2 import MAMBA2
 from engine.kernels.panels import multiplies_many
 from engine.kernels.products import PRODUCTS
 from engine.kernels.rounding_search import SCALES as ROUNDING_SCALES
-from engine.kernels.step import ATTENDS, CHOOSE, HEAD_NORM, LAYER, MIX, NO_NORM, OUTSIDE, STEP, WHOLE_NORM
+from engine.kernels.short_convolution import SHORT_CONVOLUTION
+from engine.kernels.step import ATTENDS, CHOOSE, HEAD_NORM, LAYER, MIX, NO_NORM, OUTSIDE, RECURS, STEP, WHOLE_NORM
 from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
+from engine.kernels.step_recurrence import PROJECTION, RECURRENT, recurrent_layer
 from engine.kernels.stored import block_products, float_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
 from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
@@ -70,6 +72,8 @@ __all__ = [
     "NO_NORM",
     "OUTSIDE",
     "PLAIN",
+    "RECURRENCES",
+    "RECURS",
     "ROUNDED",
     "ROUNDING_SCALES",
     "UNIT",
@@ -85,15 +89,16 @@ __all__ = [
     "expert_table",
     "float_products",
     "form_address",
-    "gated_delta",
     "load_parts",
-    "mamba2",
     "multiplies_many",
     "needed",
     "needed_for_floats",
     "own_forms",
     "prepare",
     "products",
+    "recur",
+    "recurrent_record",
+    "recurrent_table",
     "rms_norm",
     "search_rounding",
     "swiglu",
@@ -101,6 +106,8 @@ __all__ = [
 ]
 WITHOUT_GATE = 1.0, experts.NO_GATE
 """α and limit of experts without a gate."""
+RECURRENCES = {"gated_delta": GATED_DELTA, "mamba2": MAMBA2, "short_convolution": SHORT_CONVOLUTION}
+"""The records of the kernels of layers with a state, by the kernels' names."""
 Address = int
 Place = tuple[Address, Address]
 """Addresses of a weight's values and of its scales. Plain weights have no scales (0); those in blocks have their form."""
@@ -285,66 +292,58 @@ def attend(
     return mixed_BHE
 
 
-def gated_delta(
-    projections: Sequence[Address],
-    parameters: Sequence[Address],
-    states: Sequence[Address],
-    tokens: int,
-    sizes: tuple[int, int, int, int, int],
-    epsilons: tuple[float, float],
-) -> Any:
-    """Compute the gated delta rule for one new position of each sequence, and update the states in place.
+def recurrent_record(kernel: str, **fields: Any) -> Any:
+    """Return the record of the next position in a layer with a state, with its parameters filled in.
 
-    projections: queries, keys and values [T, C], gates [T, H, V], strengths [T, H] and decays [T, H], contiguous bfloat16.
-    parameters: filters [C, K] and the norm [V] in bfloat16, the bias and the logarithm of the rates of decay [H] in float32.
-    states: matrices [T, H, E, V] and the last inputs of the convolution [T, K - 1, C], contiguous float32. sizes: H, G, E, V
-    and K. epsilons: of the norm of the outputs, and of those of queries and keys. Returns [T, H, V] as the bits of bfloat16.
+    kernel: a name in RECURRENCES. fields: those of the kernel's record that are its own.
     """
-    y_THV = np.empty((tokens, sizes[0], sizes[3]), np.uint16)
-    job = _record(
-        delta_kernels.GATED_DELTA,
-        kernels=TABLE_ADDRESS,
-        **dict(zip(("mixed", "gate", "strength", "decay"), projections, strict=True)),
-        **dict(zip(("filters", "norm", "decay_bias", "log_rate"), parameters, strict=True)),
-        **dict(zip(("state", "last"), states, strict=True)),
-        tokens=tokens,
-        **dict(zip(("heads", "key_heads", "key_size", "value_size", "filter_size"), sizes, strict=True)),
-        **dict(zip(("epsilon", "key_epsilon"), epsilons, strict=True)),
-        results=_address(y_THV),
-    )
-    delta_kernels.gated_delta(_address(job))
-    return y_THV
+    return _record(RECURRENCES[kernel], kernels=TABLE_ADDRESS, **fields)
 
 
-def mamba2(
-    projected: Address,
-    parameters: Sequence[Address],
-    states: Sequence[Address],
-    tokens: int,
-    sizes: tuple[int, int, int, int, int],
-    scalars: tuple[float, float],
-) -> Any:
-    """Compute Mamba-2 for one new position of each sequence, and update the states in place.
+def recur(kernel: str, record: Any, inputs: Address, states: Place, shape: tuple[int, int]) -> Any:
+    """Compute the next position of each sequence in a layer with a state, and update the states in place.
 
-    projected: gates, x, B, C and logits of Δ, [T, X + C + H], contiguous bfloat16. parameters: filters [C, K], their biases
-    [C] and the norm [X] in bfloat16, the bias of Δ, the logarithm of the rates of decay and D, [H] in float32. states:
-    matrices [T, H, N, P] and the last inputs of the convolution [T, K - 1, C], contiguous float32. sizes: H, G, N, P and K.
-    scalars: the minimum of Δ, and ε of the norm. Returns [T, X] as the bits of bfloat16.
+    record: of `recurrent_record`. inputs: the projections, contiguous bfloat16. states: the state and the last inputs of the
+    convolution, contiguous float32. shape: T and X. Returns [T, X] as the bits of bfloat16.
     """
-    y_TX = np.empty((tokens, sizes[0] * sizes[3]), np.uint16)
-    job = _record(
-        mamba2_kernels.MAMBA2,
-        kernels=TABLE_ADDRESS,
-        projected=projected,
-        **dict(zip(("filters", "filter_bias", "norm", "step_bias", "log_rate", "through"), parameters, strict=True)),
-        **dict(zip(("state", "last"), states, strict=True)),
-        tokens=tokens,
-        **dict(zip(("heads", "groups", "key_size", "value_size", "filter_size"), sizes, strict=True)),
-        **dict(zip(("least_step", "epsilon"), scalars, strict=True)),
-        results=_address(y_TX),
-    )
-    mamba2_kernels.mamba2(_address(job))
+    y_TX = np.empty(shape, np.uint16)
+    record["inputs"], record["results"], record["tokens"] = inputs, _address(y_TX), shape[0]
+    record["state"], record["last"] = states
+    KERNELS[kernel](_address(record))
     return y_TX
+
+
+def recurrent_table(
+    kernel: str,
+    record: Any,
+    products: Sequence[tuple[Sequence[Place], Sequence[int], Form]],
+    targets_O: Any,
+    outputs: int,
+) -> tuple[Any, list[Any]]:
+    """Return what a compiled step needs of a layer with a state, and objects that must live as long as it.
+
+    record: of `recurrent_record`. products: of the layer's input, in one call each: the matrices, their rows and their form.
+    targets_O: the column of each projection in the kernel's inputs, int64; None for one product in their order. outputs: X.
+    """
+    recurrent_layer.load()
+    kept: list[Any] = [record, targets_O]
+    projections = np.zeros(len(products), PROJECTION)
+    for row, (weights, rows, form) in zip(projections, products, strict=True):
+        matrices, ends_M = np.array(weights, np.int64), np.array(list(accumulate(rows)), np.int64)
+        row["form"], row["matrices"], row["ends"] = form_address(form), _address(matrices), _address(ends_M)
+        row["count"] = len(ends_M)
+        kept += [matrices, ends_M]
+    made = _record(
+        RECURRENT,
+        kernel=KERNELS[kernel].address,
+        job=_address(record),
+        projections=_address(projections),
+        projection_count=len(projections),
+        inputs=sum(sum(rows) for _, rows, _ in products),
+        targets=0 if targets_O is None else _address(targets_O),
+        outputs=outputs,
+    )
+    return made, [*kept, projections]
 
 
 def decode(
@@ -367,13 +366,13 @@ def decode(
 
     The result overwrites x [T, D].
 
-    x: contiguous bfloat16. layers: records of LAYER. caches: keys and values of each layer. caches and places are as in
-    `attend`. angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`, and the kind of query and key norms. scalars: ε
-    of the norms, factor of the scores, and factor of each addition to the residual. shape: T and D. thresholds_T: float32,
-    the thresholds of adaptive skipping. seen: arrays that receive the choices and weights [layers, T, S], the inputs
-    [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a `step_experts.BEFORE_EXPERTS`, and the
-    int64 array [layers, T, U] of the choices. outside: a `step.MIX` and a `step.CHOOSE`, for layers that need them.
-    zero_centered: whether the norms of layers are.
+    x: contiguous bfloat16. layers: records of LAYER. caches: keys and values of each layer, or its state and the last inputs
+    of its convolution. caches and places are as in `attend`. angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`,
+    and the kind of query and key norms. scalars: ε of the norms, factor of the scores, and factor of each addition to the
+    residual. shape: T and D. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that receive the
+    choices and weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts.
+    before_experts: a `step_experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. outside: a `step.MIX`
+    and a `step.CHOOSE`, for layers that need them. zero_centered: whether the norms of layers are.
     """
     (tokens, hidden), (blocks_BM, past_B, block_size, repeats) = shape, places
     heads, groups, size, group_stride, norms = sizes

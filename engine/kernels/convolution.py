@@ -19,8 +19,8 @@ def silu(x: Any) -> Any:
 
 
 @helper
-def convolve(inputs: Any, filters: Any, biases: Any, last: Any, sizes: Any, first: Any, y_N: Any) -> None:
-    """Write silu of the convolution of some adjacent channels, and move these channels' inputs one place on.
+def filtered(inputs: Any, filters: Any, biases: Any, last: Any, sizes: Any, first: Any, y_N: Any) -> None:
+    """Write the convolution of some adjacent channels, and move these channels' inputs one place on.
 
     inputs: address of the position's channels, bfloat16. filters [C, K] and biases [C]: addresses, bfloat16; no biases: 0.
     last [K - 1, C]: address of the inputs before, float32. sizes: K and C. first: the first of the channels.
@@ -43,7 +43,13 @@ def convolve(inputs: Any, filters: Any, biases: Any, last: Any, sizes: Any, firs
         bias_N = numba.carray(halves(biases + 2 * first), (count,))
         for index in range(count):
             y_N[index] += widen(bias_N[index])
-    for index in range(count):
+
+
+@helper
+def convolve(inputs: Any, filters: Any, biases: Any, last: Any, sizes: Any, first: Any, y_N: Any) -> None:
+    """Write silu of the convolution of some adjacent channels, as `filtered`."""
+    filtered(inputs, filters, biases, last, sizes, first, y_N)
+    for index in range(y_N.shape[0]):
         y_N[index] = silu(y_N[index])
 
 

@@ -17,22 +17,17 @@ from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.compiler.memory import call, floats, halves, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
 from engine.kernels.convolution import convolve, silu, softplus
+from engine.kernels.recurrence import FIELDS
 
 GATED_DELTA = np.dtype(
     [
-        ("kernels", np.int64),
-        ("mixed", np.int64),  # [T, C] bfloat16: queries of all heads, keys of all heads, values of all heads
-        ("gate", np.int64),  # [T, H, V] bfloat16
-        ("strength", np.int64),  # [T, H] bfloat16
-        ("decay", np.int64),  # [T, H] bfloat16
+        # Inputs [T, C + H·V + 2H]: queries, keys and values of all heads, their gates, and the logits of β and of the decay.
+        # State [T, H, E, V]. Results [T, H, V].
+        *FIELDS,
         ("filters", np.int64),  # [C, K] bfloat16
         ("decay_bias", np.int64),  # [H] float32
         ("log_rate", np.int64),  # [H] float32
         ("norm", np.int64),  # [V] bfloat16
-        ("state", np.int64),  # [T, H, E, V] float32
-        ("last", np.int64),  # [T, K - 1, C] float32: the last inputs of the convolution
-        ("results", np.int64),  # [T, H, V] bfloat16
-        ("tokens", np.int64),  # T, one of each sequence
         ("heads", np.int64),  # H
         ("key_heads", np.int64),  # G
         ("key_size", np.int64),  # E
@@ -89,11 +84,10 @@ def _recur(state: Any, kept: Any, strength: Any, query_E: Any, key_E: Any, value
 
 
 @helper
-def _kept(address: Any, token: Any, head: Any) -> Any:
-    """Return α of one head."""
+def _kept(address: Any, logit: Any, head: Any) -> Any:
+    """Return α of one head, given the logit of its decay."""
     job = delta_at(address)
-    decay = widen(numba.carray(halves(job.decay), (job.tokens, job.heads))[token, head])
-    decay = softplus(decay + numba.carray(floats(job.decay_bias), (job.heads,))[head])
+    decay = softplus(logit + numba.carray(floats(job.decay_bias), (job.heads,))[head])
     return exp(-exp(numba.carray(floats(job.log_rate), (job.heads,))[head]) * decay)
 
 
@@ -105,8 +99,10 @@ def gated_delta_block(address: Any, block: Any) -> None:
     keys, size, shared = job.key_heads * job.key_size, job.value_size, job.heads // job.key_heads
     query_E, key_E = np.empty(job.key_size, np.float32), np.empty(job.key_size, np.float32)
     value_V, mixed_V = np.empty(size, np.float32), np.empty(size, np.float32)
-    channels = 2 * keys + job.heads * size
-    inputs, last = job.mixed + 2 * token * channels, job.last + 4 * token * (job.filter_size - 1) * channels
+    channels, values = 2 * keys + job.heads * size, job.heads * size
+    inputs = job.inputs + 2 * token * (channels + values + 2 * job.heads)
+    last = job.last + 4 * token * (job.filter_size - 1) * channels
+    gates, numbers_2H = inputs + 2 * channels, numba.carray(halves(inputs + 2 * (channels + values)), (2, job.heads))
     shape, unbiased = (job.filter_size, channels), 0
     convolve(inputs, job.filters, unbiased, last, shape, group * job.key_size, query_E)
     convolve(inputs, job.filters, unbiased, last, shape, keys + group * job.key_size, key_E)
@@ -116,11 +112,10 @@ def gated_delta_block(address: Any, block: Any) -> None:
     for head in range(group * shared, (group + 1) * shared):
         place = token * job.heads + head
         convolve(inputs, job.filters, unbiased, last, shape, 2 * keys + head * size, value_V)
-        logit = widen(numba.carray(halves(job.strength), (job.tokens * job.heads,))[place])
-        strength = np.float32(1.0) / (np.float32(1.0) + exp(-logit))
-        state = job.state + 4 * place * job.key_size * size
-        _recur(state, _kept(address, token, head), strength, query_E, key_E, value_V, mixed_V)
-        gate_V = numba.carray(halves(job.gate + 2 * place * size), (size,))
+        strength = np.float32(1.0) / (np.float32(1.0) + exp(-widen(numbers_2H[0, head])))
+        state, kept = job.state + 4 * place * job.key_size * size, _kept(address, widen(numbers_2H[1, head]), head)
+        _recur(state, kept, strength, query_E, key_E, value_V, mixed_V)
+        gate_V = numba.carray(halves(gates + 2 * head * size), (size,))
         results_V = numba.carray(halves(job.results + 2 * place * size), (size,))
         _normalize(mixed_V, job.epsilon * np.float32(size), np.sqrt(np.float32(size)))
         for index in range(size):

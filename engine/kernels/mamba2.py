@@ -16,21 +16,18 @@ from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.compiler.memory import call, floats, halves, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
 from engine.kernels.convolution import convolve, silu, softplus
+from engine.kernels.recurrence import FIELDS
 
 MAMBA2 = np.dtype(
     [
-        ("kernels", np.int64),
-        ("projected", np.int64),  # [T, X + C + H] bfloat16: gates, then x, B and C of all groups, and then the logits of Δ
+        # Inputs [T, X + C + H]: gates, then x, B and C of all groups, and then the logits of Δ. State [T, H, N, P].
+        *FIELDS,
         ("filters", np.int64),  # [C, K] bfloat16
         ("filter_bias", np.int64),  # [C] bfloat16
         ("norm", np.int64),  # [X] bfloat16
         ("step_bias", np.int64),  # [H] float32
         ("log_rate", np.int64),  # [H] float32
         ("through", np.int64),  # [H] float32: D
-        ("state", np.int64),  # [T, H, N, P] float32
-        ("last", np.int64),  # [T, K - 1, C] float32: the last inputs of the convolution
-        ("results", np.int64),  # [T, X] bfloat16
-        ("tokens", np.int64),  # T, one of each sequence
         ("heads", np.int64),  # H
         ("groups", np.int64),  # G
         ("key_size", np.int64),  # N
@@ -80,7 +77,7 @@ def mamba2_block(address: Any, block: Any) -> None:
     size, keys, heads = job.value_size, job.key_size, job.heads // job.groups
     inner = job.heads * size
     channels = inner + 2 * job.groups * keys
-    row = job.projected + 2 * token * (inner + channels + job.heads)
+    row = job.inputs + 2 * token * (inner + channels + job.heads)
     inputs, last = row + 2 * inner, job.last + 4 * token * (job.filter_size - 1) * channels
     shape = job.filter_size, channels
     into_N, out_N = np.empty(keys, np.float32), np.empty(keys, np.float32)

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.kernels.attention import ATTENTION, attention_at
 from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
-from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.experts import EXPERTS, experts_at
@@ -23,8 +23,9 @@ from engine.kernels.products import MATRIX, PRODUCTS, products_at
 
 NO_NORM, HEAD_NORM, WHOLE_NORM = 0, 1, 2
 """Kinds of norms of queries and keys: no norm, one for each head, or one for all heads together."""
-ATTENDS, OUTSIDE = 1, 2
-"""Kinds of layers' attention beside none (0): by these kernels, or by the function MIX."""
+ATTENDS, OUTSIDE, RECURS = 1, 2, 3
+"""Kinds of layers' attention beside none (0): by these kernels, by the function MIX, or as a layer with a state
+(step_recurrence.py)."""
 MIX = CFUNCTYPE(None, *(c_int64,) * 3)
 """The type of the function that computes the attention of a layer. Its arguments: the layer, and the addresses of the normed
 hidden states and of the result, [T, D] bfloat16."""
@@ -50,7 +51,8 @@ LAYER = np.dtype(
         ("keep", np.int64),  # slots that remain after adaptive skipping
         ("normalizes", np.int64),  # whether the top-k weights are normalized to a sum of one
         ("restores", np.int64),  # whether the weights left by skipping are rescaled to their sum before skipping
-        ("mixes", np.int64),  # 0, ATTENDS or OUTSIDE
+        ("mixes", np.int64),  # 0, ATTENDS, OUTSIDE or RECURS
+        ("recurrent", np.int64),  # RECURRENT of a layer with a state
         ("feeds", np.int64),  # whether there are experts or a dense FFN
         ("chooses_outside", np.int64),  # whether the function CHOOSE chooses the experts
         ("by_sigmoid", np.int64),  # whether they are chosen by sigmoids, with a bias [N] for the choice, float32
@@ -75,10 +77,10 @@ LAYER = np.dtype(
 layer_at = record_at(LAYER)
 LAYER_BYTES = LAYER.itemsize
 _FIELDS: Any = LAYER.fields
-_QUERY, _OUTPUT, ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "output", "router", "shared_gate"))
+_QUERY, OUTPUT, ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "output", "router", "shared_gate"))
 """Offsets of matrices in the record of a layer."""
 CACHE = np.dtype([("keys", np.int64), ("values", np.int64)])
-"""Addresses of a layer's keys and values, [G, slots, E]."""
+"""Addresses of a layer's keys and values, [G, slots, E], or of its state and the last inputs of its convolution."""
 cache_at = record_at(CACHE)
 _CACHE_BYTES = CACHE.itemsize
 STEP = np.dtype(
@@ -136,6 +138,8 @@ def decode(address: Any) -> None:
             call(table.attention_layer, (address, np.int64(index)))
         elif layer.mixes == OUTSIDE:
             call(table.mix_layer, (address, np.int64(index)))
+        elif layer.mixes == RECURS:
+            call(table.recurrent_layer, (address, np.int64(index)))
         if layer.feeds != 0:
             call(table.feed_forward_layer, (address, np.int64(index)))
     keep(normed)
@@ -146,7 +150,7 @@ def decode(address: Any) -> None:
 
 
 @helper
-def _norm(job: Any, weight: Any) -> None:
+def write_normed(job: Any, weight: Any) -> None:
     """Write the norm of x to `normed`."""
     table = kernels_at(job.kernels)
     kind = table.centered_norm if job.zero_centered != 0 else table.rms_norm
@@ -160,15 +164,27 @@ def _norm_output(job: Any, weight: Any, y: Any) -> None:
         call(kernels_at(job.kernels).rms_norm, (y, weight, job.epsilon, job.tokens, job.hidden, y))
 
 
+@helper
+def add_mixed(job: Any, layer: Any) -> None:
+    """Add the output of a layer's attention, which lies at `added`, to x."""
+    _norm_output(job, layer.attention_output_norm, job.added)
+    call(kernels_at(job.kernels).add_to_residual, (job.x, job.added, job.tokens * job.hidden, job.residual))
+
+
+@inline
+def cache_of(job: Any, index: Any) -> Any:
+    """Return the cache of a layer."""
+    return cache_at(job.caches + index * _CACHE_BYTES)
+
+
 @kernel(BLOCK, calls=("rms_norm", "centered_norm", "add_to_residual"))
 def mix_layer(address: Any, index: Any) -> None:
     """Compute the norm, let the attention be computed outside, and add its output to x."""
     job = step_at(address)
     layer = layer_at(job.layers + index * LAYER_BYTES)
-    _norm(job, layer.attention_norm)
+    write_normed(job, layer.attention_norm)
     call(job.mix, (index, job.normed, job.added))
-    _norm_output(job, layer.attention_output_norm, job.added)
-    call(kernels_at(job.kernels).add_to_residual, (job.x, job.added, job.tokens * job.hidden, job.residual))
+    add_mixed(job, layer)
 
 
 @kernel(BLOCK, calls=("rms_norm", "products", "correct_projection", "attend", "add_columns", "add_to_residual"))
@@ -177,32 +193,31 @@ def attention_layer(address: Any, index: Any) -> None:
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, hidden = layer_at(place), kernels_at(job.kernels), job.hidden
     queries, keys = job.heads * job.size, job.groups * job.size
-    _norm(job, layer.attention_norm)
+    write_normed(job, layer.attention_norm)
     ends = np.empty(3, np.int64)
     ends[0], ends[1], ends[2] = queries, queries + keys, queries + 2 * keys
-    multiply(job, layer.form, place + _QUERY, ends, 3, hidden, job.normed, job.projected)
+    multiply(job, layer.form, place + _QUERY, address_of(ends), 3, hidden, job.normed, job.projected)
     call(table.correct_projection, (address, layer.query_bias, layer.query_norm, 0, queries))
     call(table.correct_projection, (address, layer.key_bias, layer.key_norm, queries, keys))
     call(table.correct_projection, (address, layer.value_bias, 0, queries + keys, keys))
     _attend(job, layer, index)
     ends[0] = hidden
-    multiply(job, layer.form, place + _OUTPUT, ends, 1, queries, job.mixed, job.added)
+    multiply(job, layer.form, place + OUTPUT, address_of(ends), 1, queries, job.mixed, job.added)
+    keep(ends)
     if layer.output_bias != 0:
         call(table.add_columns, (job.added, job.tokens, hidden, 0, hidden, layer.output_bias))
-    _norm_output(job, layer.attention_output_norm, job.added)
-    call(table.add_to_residual, (job.x, job.added, job.tokens * hidden, job.residual))
+    add_mixed(job, layer)
 
 
 @helper
 def multiply(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
-    """Multiply matrices, which are contiguous in the layer's record, with all tokens."""
+    """Multiply matrices, whose records are contiguous, with all tokens. All but `count` and `inputs` are addresses."""
     record = np.zeros(_PRODUCTS_BYTES, np.uint8)
     own = products_at(address_of(record))
     own.kernels, own.form, own.x, own.rows, own.inputs = job.kernels, form, x, job.tokens, inputs
-    own.matrices, own.ends, own.count = matrices, address_of(ends), count
+    own.matrices, own.ends, own.count = matrices, ends, count
     own.threads, own.results = job.threads, results
     call(kernels_at(job.kernels).products, (address_of(record),))
-    keep(ends)
     keep(record)
 
 
@@ -210,7 +225,7 @@ def multiply(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: 
 def _attend(job: Any, layer: Any, index: Any) -> None:
     """Attend with one call for a batch, or with one call for each of several positions of one sequence."""
     steps, width = job.tokens // job.sequences, (job.heads + 2 * job.groups) * job.size
-    cache = cache_at(job.caches + index * _CACHE_BYTES)
+    cache = cache_of(job, index)
     record, past = np.zeros(_ATTENTION_BYTES, np.uint8), np.empty(job.sequences, np.int64)
     before = numba.carray(integers(job.past), (job.sequences,))
     own = attention_at(address_of(record))
@@ -259,7 +274,7 @@ def feed_forward_layer(address: Any, index: Any) -> None:
     """Compute the norm, the routed experts, and the shared expert or a dense FFN, and add their output to x."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, count = layer_at(place), kernels_at(job.kernels), job.tokens * job.hidden
-    _norm(job, layer.ffn_norm)
+    write_normed(job, layer.ffn_norm)
     if layer.expert_count > 0:
         call(table.routed_experts, (address, index))
         _norm_output(job, layer.routed_output_norm, job.added)
@@ -341,7 +356,8 @@ def _logits(job: Any, place: Any, logits: Any) -> None:
     layer, table, ends = layer_at(place), kernels_at(job.kernels), np.empty(1, np.int64)
     count = layer.expert_count
     ends[0] = count
-    multiply(job, layer.router_form, place + ROUTER, ends, 1, job.hidden, job.normed, logits)
+    multiply(job, layer.router_form, place + ROUTER, address_of(ends), 1, job.hidden, job.normed, logits)
+    keep(ends)
     if layer.router_bias != 0:
         call(table.add_columns, (logits, job.tokens, count, 0, count, layer.router_bias))
 
@@ -352,7 +368,8 @@ def _wide_logits(job: Any, place: Any, logits: Any) -> None:
     layer, ends = layer_at(place), np.empty(1, np.int64)
     ends[0] = layer.expert_count
     wide = wide_vector(job.normed, job.tokens * job.hidden)
-    multiply(job, layer.router_form, place + ROUTER, ends, 1, job.hidden, address_of(wide), logits)
+    multiply(job, layer.router_form, place + ROUTER, address_of(ends), 1, job.hidden, address_of(wide), logits)
+    keep(ends)
     keep(wide)
     if layer.router_bias != 0:
         bias_N = wide_vector(layer.router_bias, layer.expert_count)
@@ -382,7 +399,8 @@ def gate_shared(address: Any, place: Any, results: Any) -> None:
     job = step_at(address)
     gate_T, ends = np.empty(job.tokens, np.uint16), np.empty(1, np.int64)
     ends[0] = 1
-    multiply(job, job.plain_form, place + _SHARED_GATE, ends, 1, job.hidden, job.normed, address_of(gate_T))
+    multiply(job, job.plain_form, place + _SHARED_GATE, address_of(ends), 1, job.hidden, job.normed, address_of(gate_T))
+    keep(ends)
     shared_TD = numba.carray(halves(results), (job.tokens, job.hidden))
     for token in range(job.tokens):
         share = widen(narrow(np.float32(1.0) / (np.float32(1.0) + exp(-widen(gate_T[token])))))

@@ -68,13 +68,13 @@ def stepped(layer: Any, config: DecoderConfig, x_BLD: Tensor, choice: KernelChoi
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the number of sequences of each compiled call."""
-    seen, own = [], kernels.gated_delta
+    seen, own = [], kernels.recur
 
-    def gated_delta(*given: Any) -> Any:
-        seen.append(given[3])
-        return own(*given)
+    def recur(kernel: str, record: Any, inputs: int, states: tuple[int, int], shape: tuple[int, int]) -> Any:
+        seen.append(shape[0])
+        return own(kernel, record, inputs, states, shape)
 
-    monkeypatch.setattr(kernels, "gated_delta", gated_delta)
+    monkeypatch.setattr(kernels, "recur", recur)
     return seen
 
 

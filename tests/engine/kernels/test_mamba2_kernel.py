@@ -69,13 +69,13 @@ def stepped(layer: Any, config: DecoderConfig, x_BLD: Tensor, choice: KernelChoi
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the number of sequences of each compiled call."""
-    seen, own = [], kernels.mamba2
+    seen, own = [], kernels.recur
 
-    def mamba2(*given: Any) -> Any:
-        seen.append(given[3])
-        return own(*given)
+    def recur(kernel: str, record: Any, inputs: int, states: tuple[int, int], shape: tuple[int, int]) -> Any:
+        seen.append(shape[0])
+        return own(kernel, record, inputs, states, shape)
 
-    monkeypatch.setattr(kernels, "mamba2", mamba2)
+    monkeypatch.setattr(kernels, "recur", recur)
     return seen
 
 
@@ -126,8 +126,11 @@ def test_one_head_by_hand() -> None:
     numbers = [torch.tensor([number]) for number in (bias, log_rate, through)]
     own, last = torch.tensor([[[[state]]]]), torch.empty(1, 0, 3)
     projected, *parameters = (part.data_ptr() for part in (*halves, *numbers))
-    places = [own.data_ptr(), last.data_ptr()]
-    made = kernels.mamba2(projected, parameters, places, 1, (1, 1, 1, 1, 1), (0.001, config.norm_epsilon))
+    names = "filters", "filter_bias", "norm", "step_bias", "log_rate", "through"
+    sizes = dict.fromkeys(("heads", "groups", "key_size", "value_size", "filter_size"), 1)
+    fields = dict(zip(names, parameters, strict=True)) | sizes | {"least_step": 0.001, "epsilon": config.norm_epsilon}
+    record = kernels.recurrent_record("mamba2", **fields)
+    made = kernels.recur("mamba2", record, projected, (own.data_ptr(), last.data_ptr()), (1, 1))
 
     def silu(number: float) -> float:
         return number / (1.0 + math.exp(-number))

@@ -1,0 +1,23 @@
+"""What the kernels of layers with a state have in common: the first fields of their records.
+
+Such a kernel computes everything between the projections for the next position of each sequence, and updates the states in
+place: the gated delta rule (gated_delta.py), Mamba-2 (mamba2.py), and gated short convolutions (short_convolution.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.kernels.compiler.memory import record_at
+
+FIELDS = [
+    ("kernels", np.int64),
+    ("inputs", np.int64),  # [T, O] bfloat16: the projections of the layer's input, side by side
+    ("state", np.int64),  # [T, ...] float32; 0 for none
+    ("last", np.int64),  # [T, K - 1, C] float32: the last inputs of the convolution
+    ("results", np.int64),  # [T, X] bfloat16
+    ("tokens", np.int64),  # T, one of each sequence
+]
+"""The first fields of a record. All but the tokens are addresses. The parameters of the layer follow."""
+RECURRENCE = np.dtype(FIELDS, align=True)
+recurrence_at = record_at(RECURRENCE)
