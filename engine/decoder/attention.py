@@ -170,9 +170,9 @@ class Attention(nn.Module):
         if (kernels := self._kernels(query, positions, cache)) is not None:
             assert cache is not None
             angles = positions.turns(self.kind)
-            if not self._is_turned_whole(angles[0]):  # the kernel rotates whole heads only
+            if not self.rotates or self.unit_norm:  # the kernel does nothing but rotate
                 query, key = (x.contiguous() for x in self._placed(query, key, positions))
-                angles = torch.ones_like(query[:1, :1]), torch.zeros_like(query[:1, :1])
+                angles = query.new_empty(1, 1, query.shape[2], 0), query.new_empty(1, 1, query.shape[2], 0)
             return self._finished(self._attend_compiled(kernels, (query, key, value, *angles), cache), gate, choice)
         query, key = self._placed(query, key, positions)
         if isinstance(cache, PagedBatch):
@@ -216,9 +216,19 @@ class Attention(nn.Module):
             return query, key
         return self._without_length(query, positions.choice), self._without_length(key, positions.choice)
 
-    def _is_turned_whole(self, cosine: Tensor) -> bool:
-        """Return whether the only position-dependent operation is a rotation of all dimensions of a head."""
-        return self.rotates and not self.unit_norm and cosine.shape[-1] == self.head_dimension
+    @property
+    def sources_P(self) -> Tensor | None:
+        """The column of the projections that each column of queries, keys, values and gates is, int64; None if the same."""
+        if not self.has_gate and not self.shares_projection and not self.pairs:
+            return None
+        queries = self.query_heads * self.head_dimension * (2 if self.has_gate else 1)
+        keys = self.key_heads * self.head_dimension
+        split = [queries, keys] if self.shares_projection else [queries, keys, keys]
+        query, key, *value = torch.arange(sum(split))[None, None].split(split, dim=-1)
+        query, gate = self._without_gate(query) if self.has_gate else (query, query[..., :0])
+        heads = (each.unflatten(-1, (-1, self.head_dimension)).transpose(1, 2) for each in (query, key))
+        paired = [self._paired(each).transpose(1, 2) for each in heads]
+        return torch.cat([part.flatten() for part in (*paired, *(value or [key]), gate)])
 
     def _paired(self, x_BHLE: Tensor) -> Tensor:
         if not self.pairs:
@@ -262,12 +272,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         *query_key_value, cosine, sine = parts
         batch, heads, _, size = query_key_value[0].shape
-        angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in (cosine, sine)]
+        angles = [angle.expand(batch, 1, 1, -1).contiguous() for angle in (cosine, sine)]
         mixed = kernels.attend(
             [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
             [tensor.stride(0) for tensor in query_key_value],
             cache.addresses(self.layer),
-            (batch, heads, self.key_heads, size),
+            (batch, heads, self.key_heads, size, angles[0].shape[-1]),
             cache.group_stride(self.layer),
             places,
             -self.window.size if isinstance(self.window, Chunk) else self.window,

@@ -2,7 +2,7 @@
 
 For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
 compute the same products with the same rounding as `model.DecoderLayer`. Attention that they do not know is computed by its
-module, which the step calls back: latent and lightning attention, output gates, norms of values, and partly rotated heads.
+module, which the step calls back: latent and lightning attention, heads with clipped values or normed after rotation.
 So are choices of experts other than the top-k of a softmax or of sigmoids. A decoder with any other unsupported part runs
 layer by layer instead. Such parts are norms with biases, factors of residuals, scaled inputs of experts, and observers of
 experts.
@@ -56,8 +56,10 @@ class _Tables:
     """Records of `step.LAYER`, with addresses in the others."""
     experts: Any
     shared: Any
-    sinks: list[Tensor]
-    """Sinks converted to float32; the tables hold their addresses."""
+    attention: Any
+    """Records of `attention.ATTENTION`, one for each layer; those of layers with another attention are empty."""
+    recurrences: dict[int, Any]
+    """Records of the layers with a state, by layer; see `compiled.recurrent_record`."""
     kept: list[Any]
     """Further objects whose addresses the tables hold."""
 
@@ -74,10 +76,8 @@ class DecodeStep:
         self._is_served = False
         self._before: _BeforeExperts | None = None
         self._outside: _Outside | None = None
-        self._attending: int | None = None
-        """The first layer whose attention the kernels compute."""
-        self._recurrent: list[int] = []
-        """Layers with a state, which the kernels compute."""
+        self._attending: list[Any] = []
+        """Layers whose attention the kernels compute, as arrays of those for which positions lie in the same places."""
         self._wide: list[tuple[Any, MoeBlock]] = []
         """Records and blocks of layers with logits in float32, which the kernels do not show to observers."""
         self._lock = threading.Lock()
@@ -108,14 +108,12 @@ class DecodeStep:
         kernels = positions.choice.for_few(batch * length, x_BLD, positions.cosine)
         if kernels is None or cache.dtype != torch.bfloat16 or not self._knows(kernels):
             return None
-        if self._attending is not None and positions.cosine.shape[-1] != self._config.head_dimension:
-            return None
         tokens = batch * length
         assert self._tables is not None and self._outside is not None
-        angles, caches, places, sizes, scale = self._for_attention(kernels, positions, cache, batch, length)
-        states = {layer: cache.state(layer) for layer in self._recurrent}
-        for layer, state in states.items():
-            caches[layer] = state_places(state)
+        kept = [self._place(layers, positions, cache, (batch, length)) for layers in self._attending]
+        states = {layer: cache.state(layer) for layer in self._tables.recurrences}
+        for layer, record in self._tables.recurrences.items():
+            record["state"], record["last"] = state_places(states[layer])
         for row, block in self._wide:
             row["chooses_outside"] = int(block.observer is not None)
         layers = self._tables.layers
@@ -128,11 +126,7 @@ class DecodeStep:
             kernels.decode(
                 x_BLD.data_ptr(),
                 layers,
-                caches,
-                tuple(angle.data_ptr() for angle in angles),
-                places,
-                sizes,
-                (self._config.norm_epsilon, scale, self._config.multipliers.residual),
+                (self._config.norm_epsilon, self._config.multipliers.residual),
                 (tokens, hidden),
                 self._thresholds(tokens),
                 seen,
@@ -142,6 +136,7 @@ class DecodeStep:
             )
         finally:
             errors = [self._outside.end(), None if before is None else before.end()]
+            del kept  # what the records of attention point to
         for error in errors:
             if error is not None:
                 raise error
@@ -151,24 +146,36 @@ class DecodeStep:
             self._tell(*seen)
         return x_BLD
 
-    def _for_attention(
-        self, kernels: Any, positions: Positions, cache: KeyValueCache | PagedBatch, batch: int, length: int
-    ) -> tuple[list[Tensor], list[Any], tuple[Any, Any, int, bool], tuple[int, ...], float]:
-        """Return what `compiled.decode` needs for attention: angles, caches, places, sizes and the factor of scores."""
-        first = self._attending
-        if first is None:
-            nowhere = np.zeros((batch, 1), np.int64), np.zeros(batch, np.int64), 1, False
-            turns = [positions.cosine, positions.sine]
-            return turns, [(0, 0)] * len(self._layers), nowhere, (0, 0, 0, 0, kernels.NO_NORM), 1.0
-        attention = self._layers[first].attention
-        heads, size = (attention.query_heads, attention.key_heads), attention.head_dimension
-        angles = [angle.expand(batch, 1, length, size).contiguous() for angle in (positions.cosine, positions.sine)]
+    def _place(
+        self, layers: Any, positions: Positions, cache: KeyValueCache | PagedBatch, shape: tuple[int, int]
+    ) -> tuple[Any, ...]:
+        """Write the new positions' angles, and where they lie, into the records of these layers.
+
+        shape: B and L. Returns what must live until the step ends.
+        """
         assert self._tables is not None
-        attends = self._tables.layers["mixes"] == kernels.ATTENDS
-        caches = [cache.addresses(layer) if own else (0, 0) for layer, own in enumerate(attends)]
-        kinds = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
-        sizes = (*heads, size, cache.group_stride(first), kinds[attention.qk_norm])
-        return angles, caches, cache.places(first), sizes, attention.scale
+        attention, first = self._layers[layers[0]].attention, int(layers[0])
+        turns = [angle.expand(shape[0], 1, shape[1], -1).contiguous() for angle in positions.turns(attention.kind)]
+        blocks_BM, past_B, block_size, repeats = cache.places(first)
+        values = {
+            "cosine": turns[0].data_ptr(),
+            "sine": turns[1].data_ptr(),
+            "rotated": turns[0].shape[-1] if attention.rotates else 0,
+            "group_stride": cache.group_stride(first),
+            "sequences": shape[0],
+            "blocks": blocks_BM.ctypes.data,
+            "blocks_of_one": blocks_BM.shape[1],
+            "past": past_B.ctypes.data,
+            "block_size": block_size,
+            "repeats": int(repeats),
+        }
+        records = self._tables.attention
+        for name, value in values.items():
+            records[name][layers] = value
+        records["keys"][layers], records["values"][layers] = zip(
+            *(cache.addresses(int(layer)) for layer in layers), strict=True
+        )
+        return *turns, blocks_BM, past_B
 
     def forget(self) -> None:
         """Make the next step read all weights anew: the tables hold copies of some in another dtype."""
@@ -189,9 +196,7 @@ class DecodeStep:
             self._before = None
             if self._tables is not None:
                 self._outside = _Outside(kernels, self._layers)
-                attending = np.flatnonzero(self._tables.layers["mixes"] == kernels.ATTENDS)
-                self._attending = int(attending[0]) if len(attending) else None
-                self._recurrent = np.flatnonzero(self._tables.layers["mixes"] == kernels.RECURS).tolist()
+                self._attending = _placed_alike(self._layers, self._tables.layers["mixes"] == kernels.ATTENDS)
         if self._tables is None or any(block.is_observed for block in self._blocks):
             return False
         if len(routings) != len(self._routings) or any(a is not b for a, b in zip(routings, self._routings, strict=True)):
@@ -410,6 +415,17 @@ def _fill_sigmoids(row: Any, rule: SigmoidTopK, experts: int) -> list[Any]:
     return [group_N, rule.bias_N]
 
 
+def _placed_alike(layers: Any, attends_L: Any) -> list[Any]:
+    """Return the layers whose attention the kernels compute, as int64 arrays of those whose positions have the same angles
+    and lie in the same places of a cache."""
+    alike: dict[Any, list[int]] = {}
+    for number in np.flatnonzero(attends_L).tolist():
+        attention = layers[number].attention
+        kind = attention.rotates, attention.kind, attention.key_heads, attention.head_dimension
+        alike.setdefault(kind, []).append(number)
+    return [np.array(numbers) for numbers in alike.values()]
+
+
 def _may_be_called(routing: Routing) -> bool:
     """Return whether the step can call a routing outside: it gives every token as many slots as its rule says."""
     return isinstance(rule_of(routing), TopK | GroupedTopK | SigmoidTopK | BiasedTopK | UnweightedTopK | SparseMixer)
@@ -443,16 +459,14 @@ def _mixes(kernels: Any, layer: Any) -> int:
 def _attends(kernels: Any, layer: Any) -> bool:
     """Return whether the kernels compute the attention of this layer."""
     attention = layer.attention
-    if not isinstance(attention, Attention) or attention.has_gate or attention.value is None or attention.value_norm:
+    if not isinstance(attention, Attention) or attention.unit_norm or attention.clip is not None:
         return False
-    if not attention.rotates or attention.unit_norm or attention.pairs or attention.clip is not None:
+    if attention.pairs and attention.qk_norm != "none":  # norms come before pairs are moved apart
         return False
-    if attention.rotated != attention.head_dimension:
-        return False
-    matrices = [attention.query, attention.key, attention.value, attention.output]
+    matrices = [attention.query, attention.key, attention.output, *([] if attention.value is None else [attention.value])]
     extras = [extra for extra in _attention_extras(attention) if extra is not None]
     are_plain = not extras or kernel_form(kernels, extras) == kernels.PLAIN
-    return are_plain and not attention.zero_centered and kernel_form(kernels, matrices) is not None
+    return are_plain and kernel_form(kernels, matrices) is not None
 
 
 def _serves(kernels: Any, layer: Any) -> bool:
@@ -500,10 +514,10 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
         for every in (routed, [[one] for one in alone if one is not None])
     ]
     experts, shared = (kernels.expert_table(itertools.chain(*(rows for rows, _ in every))) for every in made)
-    sinks: list[Tensor] = []
-    kept = [kept for every in made for _, kept in every]
+    attention, recurrences = kernels.attention_records(len(layers)), dict[int, Any]()
+    kept: list[Any] = [kept for every in made for _, kept in every]
     next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
-    for row, layer, own, one in zip(table, layers, routed, alone, strict=True):
+    for number, (row, layer, own, one) in enumerate(zip(table, layers, routed, alone, strict=True)):
         if layer.attention_norm is not None:
             row["attention_norm"] = layer.attention_norm.data_ptr()
             row["mixes"] = _mixes(kernels, layer)
@@ -513,12 +527,10 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
             row["attention_output_norm"], row["ffn_output_norm"] = (norm.data_ptr() for norm in layer.output_norms)
         row["factor"] = _address(layer.scalar_1)
         if row["mixes"] == kernels.ATTENDS:
-            _fill_attention(kernels, row, layer)
-        if row["mixes"] == kernels.ATTENDS and layer.attention.sinks is not None:
-            sinks.append(layer.attention.sinks.detach().float().contiguous())
-            row["sinks"] = sinks[-1].data_ptr()
+            kept.append(_fill_attention(kernels, row, attention[number : number + 1], layer.attention))
         if row["mixes"] == kernels.RECURS:
-            kept.append(_fill_recurrence(kernels, row, layer.attention))
+            recurrences[number], parts = _fill_recurrence(kernels, row, layer.attention)
+            kept.append(parts)
         if isinstance(layer.feed_forward, MoeBlock):
             _fill_experts(kernels, row, layer.feed_forward, own)
             row["experts"] = next_expert
@@ -527,31 +539,45 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
             row["shared"], row["shared_form"] = next_shared, kernels.form_address(_expert_form(kernels, [one]))
             row["shared_alpha"], row["shared_limit"] = _activation(kernels, one)
             next_shared += shared.itemsize
-    return _Tables(table, experts, shared, sinks, kept)
+    return _Tables(table, experts, shared, attention, recurrences, kept)
 
 
-def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
-    """Write the projections and the window of a layer into its record."""
-    attention, parts = layer.attention, ("query", "key", "value", "output")
-    matrices = [getattr(attention, part) for part in parts]
+def _fill_attention(kernels: Any, row: Any, record: Any, attention: Attention) -> list[Any]:
+    """Write the projections of a layer, and what is the same at every position, into its records.
+
+    record: array of one ATTENTION. Returns objects that must live as long as the records.
+    """
+    parts = ("query", "key", "output") if attention.value is None else ("query", "key", "value", "output")
+    matrices: list[Weight] = [getattr(attention, part) for part in parts]
     for part, matrix in zip(parts, matrices, strict=True):
         row[part] = addresses(matrix)
-    extras = (*(f"{part}_bias" for part in parts), "query_norm", "key_norm")
+    extras = (*(f"{part}_bias" for part in ("query", "key", "value", "output")), "query_norm", "key_norm")
     for name, extra in zip(extras, _attention_extras(attention), strict=True):
         row[name] = _address(extra)
     form = kernel_form(kernels, matrices)
     assert form is not None, "only layers that the kernels serve have tables"
     row["form"] = kernels.form_address(form)
-    row["window"] = -attention.window.size if isinstance(attention.window, Chunk) else attention.window or 0
+    row["head_norms"] = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}[attention.qk_norm]
+    sources_P, ones_E = attention.sources_P, torch.ones(attention.head_dimension, dtype=torch.bfloat16)
+    row["columns"] = sum(matrix.shape[0] for matrix in matrices[:-1])
+    row["parts"] = row["columns"] if sources_P is None else len(sources_P)
+    row["sources"], row["is_gated"] = _address(sources_P), int(attention.has_gate)
+    row["value_norm"] = ones_E.data_ptr() if attention.value_norm else 0
+    sinks_H = None if attention.sinks is None else attention.sinks.detach().float().contiguous()
+    record["heads"], record["groups"], record["size"] = attention.query_heads, attention.key_heads, attention.head_dimension
+    record["window"] = -attention.window.size if isinstance(attention.window, Chunk) else attention.window or 0
+    record["sinks"], record["scale"] = _address(sinks_H), attention.scale
+    row["attention"] = record.ctypes.data
+    return [sources_P, ones_E, sinks_H]
 
 
-def _fill_recurrence(kernels: Any, row: Any, layer: Recurrence) -> list[Any]:
-    """Write a layer with a state into its record. Returns objects that must live as long as it."""
-    table, kept = layer.table(kernels)
+def _fill_recurrence(kernels: Any, row: Any, layer: Recurrence) -> tuple[Any, list[Any]]:
+    """Write a layer with a state into its record. Returns the record of its kernel, and objects that must live as long."""
+    record, table, kept = layer.table(kernels)
     form = kernel_form(kernels, [layer.output])
     assert form is not None, "only layers that the kernels know have tables"
     row["recurrent"], row["output"], row["form"] = table.ctypes.data, addresses(layer.output), kernels.form_address(form)
-    return [table, *kept]
+    return record, [table, *kept]
 
 
 def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]) -> None:

@@ -78,8 +78,8 @@ class Recurrence(nn.Module):
         forms = [kernel_form(kernels, [weight]) for weight in (*self.projections, self.output)]
         return None not in forms and all(is_served(vector) for vector in self.vectors.values())
 
-    def table(self, kernels: Any) -> tuple[Any, list[Any]]:
-        """Return what a compiled step needs, and objects that must live as long as it."""
+    def table(self, kernels: Any) -> tuple[Any, Any, list[Any]]:
+        """Return the kernel's record, what a compiled step needs beside it, and objects that must live as long as they."""
         record, parameters = self._record(kernels)
         forms = [kernel_form(kernels, [weight]) for weight in self.projections]
         alike = [self.projections] if len(set(forms)) == 1 else [(weight,) for weight in self.projections]
@@ -92,7 +92,7 @@ class Recurrence(nn.Module):
             columns_O = torch.arange(sum(weight.shape[0] for weight in self.projections))
         targets_O = None if columns_O is None else columns_O.argsort().numpy()
         table, kept = kernels.recurrent_table(self.kernel, record, products, targets_O, self.results)
-        return table, [*kept, *parameters]
+        return record, table, [*kept, *parameters]
 
     def _record(self, kernels: Any) -> tuple[Any, list[Tensor]]:
         """Return the kernel's record, and the parameters whose addresses it holds."""

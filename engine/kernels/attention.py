@@ -17,7 +17,7 @@ from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
 ATTENTION = np.dtype(
     [
         ("kernels", np.int64),
-        *((name, np.int64) for name in ("query", "key", "value", "cosine", "sine")),  # [B, H or G, E], angles [B, E]
+        *((name, np.int64) for name in ("query", "key", "value", "cosine", "sine")),  # [B, H or G, E], angles [B, R]
         *((f"{name}_stride", np.int64) for name in ("query", "key", "value")),  # values from one sequence to the next
         ("keys", np.int64),  # keys of the cache, [G, slots, E]
         ("values", np.int64),
@@ -26,6 +26,7 @@ ATTENTION = np.dtype(
         ("heads", np.int64),
         ("groups", np.int64),
         ("size", np.int64),  # E
+        ("rotated", np.int64),  # R, the first dimensions of a head, which are rotated; 0 for none
         ("blocks", np.int64),  # [B, M] int64: the blocks of each sequence
         ("blocks_of_one", np.int64),  # M, blocks of one sequence
         ("past", np.int64),  # [B] int64: filled positions
@@ -144,15 +145,24 @@ def add_weighted_pairs(x: Any, size: Any, count: Any, weights: Any, positions: A
 
 
 @helper
-def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
-    """Apply the rotary embedding to one head's vector, whose two halves are paired."""
-    size = cosine_E.shape[0]
-    half = size // 2
+def _rotate(address: Any, cosine_R: Any, sine_R: Any, turned_E: Any) -> None:
+    """Apply the rotary embedding to the first R dimensions of one head's vector, whose two halves are paired."""
+    size, rotated = turned_E.shape[0], cosine_R.shape[0]
+    half = rotated // 2
     head_E = numba.carray(halves(address), (size,))
     for index in range(half):
         left, right = widen(head_E[index]), widen(head_E[index + half])
-        turned_E[index] = left * cosine_E[index] - right * sine_E[index]
-        turned_E[index + half] = right * cosine_E[index + half] + left * sine_E[index + half]
+        turned_E[index] = left * cosine_R[index] - right * sine_R[index]
+        turned_E[index + half] = right * cosine_R[index + half] + left * sine_R[index + half]
+    for index in range(rotated, size):
+        turned_E[index] = widen(head_E[index])
+
+
+@inline
+def _angles(job: Any, sequence: Any) -> Any:
+    """Return the cosines and sines of one sequence's new position."""
+    turn = 2 * sequence * job.rotated
+    return wide_vector(job.cosine + turn, job.rotated), wide_vector(job.sine + turn, job.rotated)
 
 
 @inline
@@ -173,13 +183,13 @@ def _first_seen(window: Any, past: Any) -> Any:
 
 
 @helper
-def _append(job: Any, sequence: Any, group: Any, slot: Any, cosine_E: Any, sine_E: Any) -> None:
+def _append(job: Any, sequence: Any, group: Any, slot: Any, cosine_R: Any, sine_R: Any) -> None:
     """Rotate the new key, and write the rotated key and the new value into the cache."""
     size = job.size
     new = 2 * (group * job.group_stride + slot * size)
     key_E, value_E = numba.carray(halves(job.keys + new), (size,)), numba.carray(halves(job.values + new), (size,))
     turned_E = np.empty(size, np.float32)
-    _rotate(job.key + 2 * (sequence * job.key_stride + group * size), cosine_E, sine_E, turned_E)
+    _rotate(job.key + 2 * (sequence * job.key_stride + group * size), cosine_R, sine_R, turned_E)
     given_E = numba.carray(halves(job.value + 2 * (sequence * job.value_stride + group * size)), (size,))
     for index in range(size):
         key_E[index] = narrow(turned_E[index])
@@ -199,9 +209,8 @@ def append_block(address: Any, work: Any) -> None:
     sequence, group = work // job.groups, work % job.groups
     past = numba.carray(integers(job.past), (job.sequences,))[sequence]
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    turn = 2 * sequence * job.size
-    cosine_E, sine_E = wide_vector(job.cosine + turn, job.size), wide_vector(job.sine + turn, job.size)
-    _append(job, sequence, group, _slot(job, blocks_M, past), cosine_E, sine_E)
+    cosine_R, sine_R = _angles(job, sequence)
+    _append(job, sequence, group, _slot(job, blocks_M, past), cosine_R, sine_R)
 
 
 @helper
@@ -221,11 +230,11 @@ def _takes_pairs(size: Any) -> Any:
 
 
 @helper
-def _prepare_queries(address: Any, cosine_E: Any, sine_E: Any, query_RE: Any, rounded_RE: Any) -> None:
+def _prepare_queries(address: Any, cosine_R: Any, sine_R: Any, query_RE: Any, rounded_RE: Any) -> None:
     """Rotate the queries of a group, and round them to bfloat16 where pairs of it are multiplied."""
     rows, size = query_RE.shape
     for row in range(rows):
-        _rotate(address + 2 * row * size, cosine_E, sine_E, query_RE[row])
+        _rotate(address + 2 * row * size, cosine_R, sine_R, query_RE[row])
     for row in range(rounded_RE.shape[0]):
         for index in range(size):
             rounded_RE[row, index] = narrow(query_RE[row, index])
@@ -291,14 +300,13 @@ def attend_piece(address: Any, work: Any) -> None:
     pieces = _pieces(job.window, past)
     group, piece = (work - begins_B[sequence]) // pieces, (work - begins_B[sequence]) % pieces
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    turn = 2 * sequence * size
-    cosine_E, sine_E = wide_vector(job.cosine + turn, size), wide_vector(job.sine + turn, size)
+    cosine_R, sine_R = _angles(job, sequence)
     if job.repeats == 0 and job.most == 1:
-        _append(job, sequence, group, _slot(job, blocks_M, past), cosine_E, sine_E)
+        _append(job, sequence, group, _slot(job, blocks_M, past), cosine_R, sine_R)
     query_RE = np.empty((per_group, size), np.float32)
     rounded_RE = np.empty((per_group if _takes_pairs(size) else 0, size), np.uint16)
     queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
-    _prepare_queries(queries, cosine_E, sine_E, query_RE, rounded_RE)
+    _prepare_queries(queries, cosine_R, sine_R, query_RE, rounded_RE)
     first = _first_seen(job.window, past) + PIECE * piece
     scores_RP = np.empty((per_group, min(PIECE, past + 1 - first)), np.float32)
     prepared = address_of(rounded_RE) if _takes_pairs(size) else address_of(query_RE)

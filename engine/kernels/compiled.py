@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import attention, expert_panels, experts, panels, rounding_search, step, step_choices
+from engine.kernels import attention, expert_panels, experts, panels, rounding_search, step, step_attention, step_choices
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
 from engine.kernels.compiler.cache_directory import cache_directory
@@ -82,6 +82,7 @@ __all__ = [
     "WIDE",
     "WITHOUT_GATE",
     "attend",
+    "attention_records",
     "block_products",
     "cache_directory",
     "decode",
@@ -248,7 +249,7 @@ def attend(
     inputs: Sequence[Address],
     strides: Sequence[int],
     cache: Sequence[Address],
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, int, int, int, int],
     group_stride: int,
     places: tuple[Any, Any, int, bool],
     window: int | None,
@@ -258,14 +259,14 @@ def attend(
     """Attend for one new position of each sequence: rotate queries and keys, append keys and values to the cache, and
     attend.
 
-    inputs: query [B, H, E], key and value [B, G, E], cosine and sine [B, E]; strides: values from one sequence's query, key
+    inputs: query [B, H, E], key and value [B, G, E], cosine and sine [B, R]; strides: values from one sequence's query, key
     and value to the next one's. cache: keys and values [G, slots, E], with `group_stride` values from one group to the next.
-    shape: B, H, G and E. places: blocks int64 [B, M] of each sequence, filled positions int64 [B], positions per block, and
-    whether several of the B may be positions of one sequence, each of which then also attends to those before it.
+    shape: B, H, G, E and R. places: blocks int64 [B, M] of each sequence, filled positions int64 [B], positions per block,
+    and whether several of the B may be positions of one sequence, each of which then also attends to those before it.
     window: size of the sliding window, a negative size of chunks, or None for neither. scale: factor of the scores.
     sinks_H: attention sinks, float32, if the heads have any. Returns [B, H, E] as the bits of bfloat16.
     """
-    (sequences, heads, groups, size), (blocks_BM, past_B, block_size, repeats) = shape, places
+    (sequences, heads, groups, size, rotated), (blocks_BM, past_B, block_size, repeats) = shape, places
     mixed_BHE = np.empty((sequences, heads, size), np.uint16)
     job = _record(
         ATTENTION,
@@ -278,6 +279,7 @@ def attend(
         heads=heads,
         groups=groups,
         size=size,
+        rotated=rotated,
         blocks=_address(blocks_BM),
         blocks_of_one=blocks_BM.shape[1],
         past=_address(past_B),
@@ -298,6 +300,14 @@ def recurrent_record(kernel: str, **fields: Any) -> Any:
     kernel: a name in RECURRENCES. fields: those of the kernel's record that are its own.
     """
     return _record(RECURRENCES[kernel], kernels=TABLE_ADDRESS, **fields)
+
+
+def attention_records(layers: int) -> Any:
+    """Return a record of ATTENTION for each layer of a compiled step, to be filled in."""
+    step_attention.attend_steps.load()
+    records = np.zeros(layers, ATTENTION)
+    records["kernels"] = TABLE_ADDRESS
+    return records
 
 
 def recur(kernel: str, record: Any, inputs: Address, states: Place, shape: tuple[int, int]) -> Any:
@@ -349,11 +359,7 @@ def recurrent_table(
 def decode(
     x: Address,
     layers: Any,
-    caches: Sequence[Place],
-    angles: Place,
-    places: tuple[Any, Any, int, bool],
-    sizes: tuple[int, int, int, int, int],
-    scalars: tuple[float, float, float],
+    scalars: tuple[float, float],
     shape: tuple[int, int],
     thresholds_T: Any,
     seen: tuple[Any, Any, Any, Any] | None = None,
@@ -366,17 +372,13 @@ def decode(
 
     The result overwrites x [T, D].
 
-    x: contiguous bfloat16. layers: records of LAYER. caches: keys and values of each layer, or its state and the last inputs
-    of its convolution. caches and places are as in `attend`. angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`,
-    and the kind of query and key norms. scalars: ε of the norms, factor of the scores, and factor of each addition to the
-    residual. shape: T and D. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that receive the
-    choices and weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts.
-    before_experts: a `step_experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. outside: a `step.MIX`
-    and a `step.CHOOSE`, for layers that need them. zero_centered: whether the norms of layers are.
+    x: contiguous bfloat16. layers: records of LAYER. scalars: ε of the norms, and factor of each addition to the residual.
+    shape: T and D. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that receive the choices and
+    weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a
+    `step_experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. outside: a `step.MIX` and a
+    `step.CHOOSE`, for layers that need them. zero_centered: whether the norms of layers are.
     """
-    (tokens, hidden), (blocks_BM, past_B, block_size, repeats) = shape, places
-    heads, groups, size, group_stride, norms = sizes
-    caches_L = np.array(caches, np.int64)
+    tokens, hidden = shape
     job = _record(
         STEP,
         kernels=TABLE_ADDRESS,
@@ -386,24 +388,10 @@ def decode(
         hidden=hidden,
         layers=_address(layers),
         layer_count=len(layers),
-        caches=_address(caches_L),
-        cosine=angles[0],
-        sine=angles[1],
-        blocks=_address(blocks_BM),
-        blocks_of_one=blocks_BM.shape[1],
-        past=_address(past_B),
-        sequences=past_B.shape[0],
-        block_size=block_size,
-        repeats=int(repeats),
-        heads=heads,
-        groups=groups,
-        size=size,
-        group_stride=group_stride,
-        head_norms=norms,
         threads=threads_used(),
         thresholds=_address(thresholds_T),
         zero_centered=int(zero_centered),
-        **dict(zip(("epsilon", "scale", "residual"), scalars, strict=True)),
+        **dict(zip(("epsilon", "residual"), scalars, strict=True)),
     )
     if seen is not None:
         step.tell_observers.load()

@@ -13,9 +13,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention import ATTENTION, attention_at
+from engine.kernels.attention import attention_at
 from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
-from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.experts import EXPERTS, experts_at
@@ -41,9 +41,12 @@ LAYER = np.dtype(
         *((name, np.int64) for name in ("attention_output_norm", "ffn_output_norm")),
         *((name, np.int64) for name in ("shared_norm", "shared_output_norm", "routed_output_norm", "factor")),
         *((f"{name}_bias", np.int64) for name in ("query", "key", "value", "output", "router")),  # 0 for none, as below
-        *((name, np.int64) for name in ("query_norm", "key_norm", "sinks", "gamma1", "gamma2")),
+        *((name, np.int64) for name in ("query_norm", "key_norm", "value_norm", "gamma1", "gamma2")),
         *((name, np.int64) for name in ("form", "expert_form", "shared_form")),  # addresses of FORM
-        ("window", np.int64),
+        # If `mixes` is ATTENDS: ATTENTION, in which all is filled in but the projections and results; the kind of norms of
+        # queries and keys; the number of columns of the projections, and of queries, keys, values and gates; which column of
+        # the projections each of these is, [parts] int64, 0 if they are the same; whether outputs are gated.
+        *((name, np.int64) for name in ("attention", "head_norms", "columns", "parts", "sources", "is_gated")),
         ("experts", np.int64),  # EXPERT of each routed expert
         ("expert_count", np.int64),  # 0 for a dense layer, whose FFN is the shared expert
         ("slots", np.int64),
@@ -79,10 +82,6 @@ LAYER_BYTES = LAYER.itemsize
 _FIELDS: Any = LAYER.fields
 _QUERY, OUTPUT, ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "output", "router", "shared_gate"))
 """Offsets of matrices in the record of a layer."""
-CACHE = np.dtype([("keys", np.int64), ("values", np.int64)])
-"""Addresses of a layer's keys and values, [G, slots, E], or of its state and the last inputs of its convolution."""
-cache_at = record_at(CACHE)
-_CACHE_BYTES = CACHE.itemsize
 STEP = np.dtype(
     [
         ("kernels", np.int64),
@@ -92,12 +91,6 @@ STEP = np.dtype(
         ("hidden", np.int64),
         ("layers", np.int64),  # LAYER of each layer
         ("layer_count", np.int64),
-        ("caches", np.int64),  # CACHE of each layer
-        *((name, np.int64) for name in ("cosine", "sine")),  # [T, E]
-        # As in ATTENTION:
-        *((name, np.int64) for name in ("blocks", "blocks_of_one", "past", "sequences", "block_size", "repeats")),
-        *((name, np.int64) for name in ("heads", "groups", "size", "group_stride")),
-        ("head_norms", np.int64),  # NO_NORM, HEAD_NORM or WHOLE_NORM
         ("threads", np.int64),
         ("thresholds", np.int64),  # [T] float32, of adaptive skipping
         ("zero_centered", np.int64),  # whether norms of layers are
@@ -111,27 +104,24 @@ STEP = np.dtype(
         ("seen_logits", np.int64),
         ("seen_slots", np.int64),  # S
         ("seen_experts", np.int64),  # N
-        # Scratch, which the kernel allocates: bfloat16 [T, D] each, [T, (H + 2G)·E] and [T, H·E].
-        *((name, np.int64) for name in ("normed", "added", "shared_out", "projected", "mixed")),
-        *((name, np.float32) for name in ("epsilon", "scale", "residual")),  # of norms, scores, residual additions
+        # Scratch, which the kernel allocates: bfloat16 [T, D] each.
+        *((name, np.int64) for name in ("normed", "added", "shared_out")),
+        *((name, np.float32) for name in ("epsilon", "residual")),  # of norms, of residual additions
     ],
     align=True,
 )
 """Arguments of one decoding step."""
 step_at = record_at(STEP)
-_PRODUCTS_BYTES, _EXPERTS_BYTES, _ATTENTION_BYTES = PRODUCTS.itemsize, EXPERTS.itemsize, ATTENTION.itemsize
+_PRODUCTS_BYTES, _EXPERTS_BYTES = PRODUCTS.itemsize, EXPERTS.itemsize
 
 
 @kernel(JOB, calls=("attention_layer", "mix_layer", "feed_forward_layer"))
 def decode(address: Any) -> None:
     """Compute layer after layer. The result overwrites x."""
     job = step_at(address)
-    table, size, queries = kernels_at(job.kernels), job.tokens * job.hidden, job.heads * job.size
+    table, size = kernels_at(job.kernels), job.tokens * job.hidden
     normed, added, shared = np.empty(size, np.uint16), np.empty(size, np.uint16), np.empty(size, np.uint16)
-    projected = np.empty(job.tokens * (queries + 2 * job.groups * job.size), np.uint16)
-    mixed = np.empty(job.tokens * queries, np.uint16)
     job.normed, job.added, job.shared_out = address_of(normed), address_of(added), address_of(shared)
-    job.projected, job.mixed = address_of(projected), address_of(mixed)
     for index in range(job.layer_count):
         layer = layer_at(job.layers + index * LAYER_BYTES)
         if layer.mixes == ATTENDS:
@@ -145,8 +135,6 @@ def decode(address: Any) -> None:
     keep(normed)
     keep(added)
     keep(shared)
-    keep(projected)
-    keep(mixed)
 
 
 @helper
@@ -171,12 +159,6 @@ def add_mixed(job: Any, layer: Any) -> None:
     call(kernels_at(job.kernels).add_to_residual, (job.x, job.added, job.tokens * job.hidden, job.residual))
 
 
-@inline
-def cache_of(job: Any, index: Any) -> Any:
-    """Return the cache of a layer."""
-    return cache_at(job.caches + index * _CACHE_BYTES)
-
-
 @kernel(BLOCK, calls=("rms_norm", "centered_norm", "add_to_residual"))
 def mix_layer(address: Any, index: Any) -> None:
     """Compute the norm, let the attention be computed outside, and add its output to x."""
@@ -187,26 +169,43 @@ def mix_layer(address: Any, index: Any) -> None:
     add_mixed(job, layer)
 
 
-@kernel(BLOCK, calls=("rms_norm", "products", "correct_projection", "attend", "add_columns", "add_to_residual"))
+@kernel(BLOCK, calls=("rms_norm", "products", "attend_steps", "add_columns", "add_to_residual"))
 def attention_layer(address: Any, index: Any) -> None:
     """Compute the norm, the projections, the attention of each step and the output, and add the output to x."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
-    layer, table, hidden = layer_at(place), kernels_at(job.kernels), job.hidden
-    queries, keys = job.heads * job.size, job.groups * job.size
+    layer, own = layer_at(place), attention_at(layer_at(place).attention)
+    queries = own.heads * own.size
     write_normed(job, layer.attention_norm)
-    ends = np.empty(3, np.int64)
-    ends[0], ends[1], ends[2] = queries, queries + keys, queries + 2 * keys
-    multiply(job, layer.form, place + _QUERY, address_of(ends), 3, hidden, job.normed, job.projected)
-    call(table.correct_projection, (address, layer.query_bias, layer.query_norm, 0, queries))
-    call(table.correct_projection, (address, layer.key_bias, layer.key_norm, queries, keys))
-    call(table.correct_projection, (address, layer.value_bias, 0, queries + keys, keys))
-    _attend(job, layer, index)
-    ends[0] = hidden
-    multiply(job, layer.form, place + OUTPUT, address_of(ends), 1, queries, job.mixed, job.added)
+    made, mixed = np.empty(job.tokens * layer.columns, np.uint16), np.empty(job.tokens * queries, np.uint16)
+    _project(job, place, address_of(made))
+    call(kernels_at(job.kernels).attend_steps, (address, place, address_of(made), address_of(mixed)))
+    ends = np.empty(1, np.int64)
+    ends[0] = job.hidden
+    multiply(job, layer.form, place + OUTPUT, address_of(ends), 1, queries, address_of(mixed), job.added)
     keep(ends)
+    keep(made)
+    keep(mixed)
     if layer.output_bias != 0:
-        call(table.add_columns, (job.added, job.tokens, hidden, 0, hidden, layer.output_bias))
+        call(kernels_at(job.kernels).add_columns, (job.added, job.tokens, job.hidden, 0, job.hidden, layer.output_bias))
     add_mixed(job, layer)
+
+
+@helper
+def _project(job: Any, place: Any, made: Any) -> None:
+    """Write the projections with their biases, [T, columns]."""
+    layer, table, own = layer_at(place), kernels_at(job.kernels), attention_at(layer_at(place).attention)
+    ends, keys = np.empty(3, np.int64), own.groups * own.size
+    values = layer.columns - keys if layer.value.values != 0 else layer.columns
+    ends[0], ends[1], ends[2] = values - keys, values, layer.columns
+    count = 3 if layer.value.values != 0 else 2
+    multiply(job, layer.form, place + _QUERY, address_of(ends), count, job.hidden, job.normed, made)
+    if layer.query_bias != 0:
+        call(table.add_columns, (made, job.tokens, layer.columns, 0, ends[0], layer.query_bias))
+    if layer.key_bias != 0:
+        call(table.add_columns, (made, job.tokens, layer.columns, ends[0], keys, layer.key_bias))
+    if layer.value_bias != 0:
+        call(table.add_columns, (made, job.tokens, layer.columns, values, keys, layer.value_bias))
+    keep(ends)
 
 
 @helper
@@ -219,54 +218,6 @@ def multiply(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: 
     own.threads, own.results = job.threads, results
     call(kernels_at(job.kernels).products, (address_of(record),))
     keep(record)
-
-
-@helper
-def _attend(job: Any, layer: Any, index: Any) -> None:
-    """Attend with one call for a batch, or with one call for each of several positions of one sequence."""
-    steps, width = job.tokens // job.sequences, (job.heads + 2 * job.groups) * job.size
-    cache = cache_of(job, index)
-    record, past = np.zeros(_ATTENTION_BYTES, np.uint8), np.empty(job.sequences, np.int64)
-    before = numba.carray(integers(job.past), (job.sequences,))
-    own = attention_at(address_of(record))
-    own.kernels, own.query_stride, own.key_stride, own.value_stride = job.kernels, width, width, width
-    own.keys, own.values, own.group_stride = cache.keys, cache.values, job.group_stride
-    own.sequences, own.heads, own.groups, own.size = job.sequences, job.heads, job.groups, job.size
-    own.blocks, own.blocks_of_one, own.block_size = job.blocks, job.blocks_of_one, job.block_size
-    own.repeats = job.repeats
-    own.past, own.window, own.sinks, own.scale = address_of(past), layer.window, layer.sinks, job.scale
-    for step in range(steps):
-        for sequence in range(job.sequences):
-            past[sequence] = before[sequence] + step
-        own.query = job.projected + 2 * step * width
-        own.key = own.query + 2 * job.heads * job.size
-        own.value = own.key + 2 * job.groups * job.size
-        own.cosine, own.sine = job.cosine + 2 * step * job.size, job.sine + 2 * step * job.size
-        own.results = job.mixed + 2 * step * job.heads * job.size
-        call(kernels_at(job.kernels).attend, (address_of(record),))
-    keep(past)
-    keep(record)
-
-
-@kernel("void(int64, int64, int64, int64, int64)", calls=("add_columns", "rms_norm"))
-def correct_projection(address: Any, bias: Any, weight: Any, first: Any, count: Any) -> None:
-    """Add a bias to `count` columns of the projections and norm them, in place. bias, weight: addresses; 0 for none."""
-    job = step_at(address)
-    table, width = kernels_at(job.kernels), (job.heads + 2 * job.groups) * job.size
-    if bias != 0:
-        call(table.add_columns, (job.projected, job.tokens, width, first, count, bias))
-    if weight == 0 or job.head_norms == NO_NORM:
-        return
-    size = job.size if job.head_norms == HEAD_NORM else count
-    own_C = np.empty(size, np.uint16)
-    y_TO = numba.carray(halves(job.projected), (job.tokens, width))
-    for token in range(job.tokens):
-        for part in range(count // size):
-            begin = first + part * size
-            x = job.projected + 2 * (token * width + begin)
-            call(table.rms_norm, (x, weight, job.epsilon, 1, size, address_of(own_C)))
-            for index in range(size):
-                y_TO[token, begin + index] = own_C[index]
 
 
 @kernel(BLOCK, calls=("rms_norm", "centered_norm", "routed_experts", "swiglu", "add_to_residual"))

@@ -10,7 +10,7 @@ import numpy as np
 from engine.kernels.compiler.compiling import BLOCK, helper, kernel
 from engine.kernels.compiler.memory import address_of, call, integers, keep, record_at
 from engine.kernels.recurrence import recurrence_at
-from engine.kernels.step import LAYER_BYTES, OUTPUT, add_mixed, cache_of, layer_at, multiply, step_at, write_normed
+from engine.kernels.step import LAYER_BYTES, OUTPUT, add_mixed, layer_at, multiply, step_at, write_normed
 
 PROJECTION = np.dtype([(name, np.int64) for name in ("form", "matrices", "ends", "count")])
 """One product of a layer's input: the address of its FORM, those of its matrices and their ends as in PRODUCTS, and how many
@@ -18,7 +18,7 @@ there are."""
 RECURRENT = np.dtype(
     [
         ("kernel", np.int64),  # of the layer's kind
-        ("job", np.int64),  # its record, in which the parameters are filled in
+        ("job", np.int64),  # its record, in which the parameters and the states are filled in
         ("projections", np.int64),  # PROJECTION of each product
         ("projection_count", np.int64),
         ("inputs", np.int64),  # columns of all projections
@@ -35,14 +35,13 @@ _PROJECTION_BYTES = PROJECTION.itemsize
 def recurrent_layer(address: Any, index: Any) -> None:
     """Compute the norm, the projections, the next position and the output, and add the output to x."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
-    layer, cache = layer_at(place), cache_of(job, index)
-    own, record = recurrent_at(layer.recurrent), recurrence_at(recurrent_at(layer.recurrent).job)
+    layer, own = layer_at(place), recurrent_at(layer_at(place).recurrent)
+    record = recurrence_at(own.job)
     inputs_TO = np.empty((job.tokens, own.inputs), np.uint16)
     results_TX = np.empty((job.tokens, own.outputs), np.uint16)
     write_normed(job, layer.attention_norm)
     _project(job, own, inputs_TO)
     record.tokens, record.inputs, record.results = job.tokens, address_of(inputs_TO), address_of(results_TX)
-    record.state, record.last = cache.keys, cache.values
     call(own.kernel, (own.job,))
     ends = np.empty(1, np.int64)
     ends[0] = job.hidden
