@@ -71,6 +71,7 @@ ORDER = {
     "engine/checkpoint/gguf": ENGINE.index("checkpoint"),
     **{f"engine/kernels/{part}": ENGINE.index("kernels") for part in ("compiler", "gpu", "stored")},
     "engine/decoder/gpu": ENGINE.index("decoder"),
+    "engine/decoder/step": ENGINE.index("decoder"),
     **{f"engine/server/{part}": ENGINE.index("server") for part in ("connections", "interfaces", "reading")},
     "compress/commands": 98,
 }

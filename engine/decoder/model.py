@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.decoder.attention import Attention, Cache, Masks, Positions, attention_mask, first_seen
-from engine.decoder.decode_step import DecodeStep, rule_of
 from engine.decoder.experts import Expert, MoeBlock, expert_of
 from engine.decoder.gated_delta import GatedDelta, SplitGatedDelta
 from engine.decoder.kv_cache import KeyValueCache
@@ -38,10 +37,12 @@ from engine.decoder.routing import (
     SparseMixer,
     TopK,
     UnweightedTopK,
+    rule_of,
     sigmoid_shares,
     softmax,
 )
 from engine.decoder.short_convolution import ShortConvolution
+from engine.decoder.step.decode_step import DecodeStep
 from engine.errors import UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import (

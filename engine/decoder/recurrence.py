@@ -1,4 +1,4 @@
-"""What layers with a state have in common: one compiled kernel computes their next position, in a step or layer by layer.
+"""Layers with a state, whose next position one compiled kernel computes, within a compiled step or layer by layer.
 
 Shape suffixes: B batch, L new positions, D hidden, O columns of all projections side by side.
 """

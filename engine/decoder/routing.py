@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -501,3 +501,8 @@ def _group_score(choice_TM: Tensor, judged_by: int) -> Tensor:
 def _every_expert(logits_TN: Tensor, weights_TN: Tensor) -> Selection:
     tokens, experts = logits_TN.shape
     return Selection(torch.arange(experts, device=logits_TN.device).expand(tokens, experts), weights_TN)
+
+
+def rule_of(routing: Routing) -> Any:
+    """Return the rule that chooses experts, without skipping."""
+    return routing.base if isinstance(routing, Skipping) else routing

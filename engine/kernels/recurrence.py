@@ -1,4 +1,4 @@
-"""What the kernels of layers with a state have in common: the first fields of their records.
+"""The first fields of the records of all kernels for layers with a state.
 
 Such a kernel computes everything between the projections for the next position of each sequence, and updates the states in
 place: the gated delta rule (gated_delta.py), Mamba-2 (mamba2.py), and gated short convolutions (short_convolution.py).

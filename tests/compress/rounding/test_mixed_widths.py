@@ -23,9 +23,9 @@ from compress.plans.plan import pruning_plan
 from compress.rounding.feedback_pass import round_layers
 from compress.rounding.mixed_widths import mixed_widths
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.decode_step import DecodeStep
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
+from engine.decoder.step.decode_step import DecodeStep
 from engine.errors import OptionError
 from engine.families.experts import DOWN, GATE, UP
 from engine.families.tensor_names import expert_tensor

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
-from kernels_for_tests import needs_integers
+from kernels_for_tests import kernels, needs_integers
 from nearness import is_as_near
 from packages_for_tests import needs_numba
 from torch import Tensor
 
 import engine.kernels.kernel_choice
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.decode_step import DecodeStep
 from engine.decoder.experts import Expert
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Selection, Skipping
+from engine.decoder.step.decode_step import DecodeStep
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
 
@@ -35,6 +35,8 @@ NEARLY_TIED = {"qwen3_5_moe_text", "glm4_moe_lite"}
 """Families in whose first sequence two experts tie, or a number lies between two roundings: either result is right."""
 HAVE_STATES = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "lfm2_moe", "nemotron_h"}
 """Families whose states cannot forget tokens, which are therefore read one by one."""
+HAVE_LATENTS = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite"}
+"""Families whose attention is called back."""
 SERVED = [family for family in (*FAMILIES, *FURTHER_FAMILIES) if family not in NOT_WHOLE]
 
 
@@ -82,12 +84,39 @@ def test_a_step_gives_the_bits_of_the_layers(
     checkpoint = Checkpoint(tmp_path)
     whole, layers = (Decoder(checkpoint.config, checkpoint.source(torch.bfloat16)) for _ in range(2))
     layer_by_layer(layers, monkeypatch)
-    taken = served(whole, monkeypatch)
+    step, taken = whole._step, served(whole, monkeypatch)
     first = int(family in NEARLY_TIED)
     for tokens_BL, at_once in ((TOKENS[first:], 1), (TOKENS[first : first + 1], 1), (TOKENS[first : first + 1], 3)):
         if at_once == 1 or family not in HAVE_STATES:
             assert torch.equal(decoded(whole, tokens_BL, at_once), decoded(layers, tokens_BL, at_once))
     assert taken and all(taken)
+    assert is_called_back(step) == (family in HAVE_LATENTS)
+
+
+def is_called_back(step: DecodeStep) -> bool:
+    """Return whether the last step called the attention of some layer back."""
+    assert step._tables is not None
+    return bool((step._tables.layers["mixes"] == kernels.OUTSIDE).any())
+
+
+@needs_integers
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "nemotron_h", "lfm2_moe"])
+def test_states_with_projections_of_few_bits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest projections are in 8 bits, and others are not, so that they are multiplied one by one."""
+    save_reference(family, tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    plain = checkpoint.source(torch.bfloat16)
+
+    def weights(name: str) -> Any:
+        is_projection = any(part in name for part in ("in_proj_qkv", "in_proj."))
+        return quantise(plain(name), 8, 32, torch.bfloat16) if is_projection else plain(name)
+
+    whole, layers = (Decoder(checkpoint.config, weights) for _ in range(2))
+    layer_by_layer(layers, monkeypatch)
+    step, taken = whole._step, served(whole, monkeypatch)
+    first = int(family in NEARLY_TIED)
+    assert torch.equal(decoded(whole, TOKENS[first:]), decoded(layers, TOKENS[first:]))
+    assert taken and all(taken) and not is_called_back(step)
 
 
 @needs_integers

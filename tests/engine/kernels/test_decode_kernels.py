@@ -99,14 +99,17 @@ def test_norm_equals_torch_to_the_bit() -> None:
     ("past", "owners"),
     [([0], [0]), ([6], [0]), ([3, 0, 11, 4], [0, 1, 2, 3]), ([3, 4, 0, 5, 1, 7], [0, 0, 1, 0, 1, 2])],
 )
-def test_attention_equals_the_textbook(past: list[int], owners: list[int], window: int | None, threads: int) -> None:
+@pytest.mark.parametrize("rotated", [8, 4, 0])
+def test_attention_equals_the_textbook(
+    rotated: int, past: list[int], owners: list[int], window: int | None, threads: int
+) -> None:
     """The blocks of 4 positions of each sequence lie anywhere in a cache of 12 blocks. A sequence may have several rows."""
     torch.manual_seed(0)
     heads, groups, size, count = 6, 3, 8, len(past)
     kernels.use_threads(threads)
     projected = torch.randn(count, (heads + 2 * groups) * size).bfloat16()  # side by side, as `linears` returns them
     query, key, value = (p.view(count, -1, size) for p in projected.split([heads * size, groups * size, groups * size], 1))
-    angles = torch.randn(count, size // 2).repeat(1, 2)
+    angles = torch.randn(count, rotated // 2).repeat(1, 2)
     cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
     sinks = torch.randn(heads)
     keys, values = (torch.randn(groups, 48, size).bfloat16() for _ in range(2))
@@ -116,7 +119,7 @@ def test_attention_equals_the_textbook(past: list[int], owners: list[int], windo
         [tensor.data_ptr() for tensor in (query, key, value, cosine, sine)],
         [tensor.stride(0) for tensor in (query, key, value)],
         [keys.data_ptr(), values.data_ptr()],
-        (count, heads, groups, size, size),
+        (count, heads, groups, size, rotated),
         keys.stride(0),
         (blocks.numpy(), np.array(past), 4, len(set(owners)) < count),
         window,
@@ -126,7 +129,7 @@ def test_attention_equals_the_textbook(past: list[int], owners: list[int], windo
     mixed, written = as_bfloat16(mixed), []
     for row, position in enumerate(past):
         wide = [tensor[row].double() for tensor in (query, key, cosine, sine)]
-        turned_query, turned_key = (rotate(x, wide[2], wide[3]) for x in wide[:2])
+        turned_query, turned_key = (rotate(x, wide[2], wide[3]) if rotated else x for x in wide[:2])
         slots = [int(blocks[row, place // 4]) * 4 + place % 4 for place in range(position + 1)]
         written.append(slots[-1])
         assert torch.allclose(keys[:, slots[-1]].double(), turned_key, rtol=2**-8, atol=1e-6)

@@ -1,0 +1,4 @@
+"""A whole step of decoding in one compiled call.
+
+Start with `decode_step.py`, then `tables.py`.
+"""

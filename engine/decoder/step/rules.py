@@ -1,0 +1,57 @@
+"""How the compiled step chooses experts: the rules that it knows, and their numbers in the tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.decoder.experts import MoeBlock
+from engine.decoder.routing import (
+    BiasedTopK,
+    GroupedTopK,
+    Routing,
+    SigmoidTopK,
+    Skipping,
+    SparseMixer,
+    TopK,
+    UnweightedTopK,
+    rule_of,
+)
+from engine.kernels.linear import kernel_form
+
+
+def is_known(routing: Routing) -> bool:
+    """Return whether the kernels choose experts by this routing."""
+    rule = rule_of(routing)
+    arrays = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
+    arrays += [rule.bias_N] if isinstance(rule, SigmoidTopK) else []
+    plain = (array.dtype == torch.float32 and array.is_cpu and array.is_contiguous() for array in arrays)
+    return type(rule) in (TopK, SigmoidTopK) and all(plain)
+
+
+def fill_sigmoids(row: Any, rule: SigmoidTopK, experts: int) -> list[Any]:
+    """Write a choice by sigmoids into the record of a layer. Returns arrays that must live as long as it."""
+    row["selection_bias"], row["added_to_sum"] = rule.bias_N.data_ptr(), rule.added_to_sum
+    row["groups"], row["groups_per_token"] = len(rule.groups), rule.groups_per_token
+    group_N = np.zeros(experts, np.int64)
+    for number, group in enumerate(rule.groups):
+        group_N[list(group)] = number
+    row["group_of"] = int(group_N.ctypes.data)
+    return [group_N, rule.bias_N]
+
+
+def may_be_called(routing: Routing) -> bool:
+    """Return whether the step can call a routing outside: it gives every token as many slots as its rule says."""
+    return isinstance(rule_of(routing), TopK | GroupedTopK | SigmoidTopK | BiasedTopK | UnweightedTopK | SparseMixer)
+
+
+def has_known_router(kernels: Any, block: MoeBlock) -> bool:
+    """Return whether the kernels compute the logits of a block's router."""
+    if block.gate_hidden_HD is not None or block.own_norms is not None:
+        return False
+    if block.router_in_float32 and not isinstance(rule_of(block.routing), SigmoidTopK):
+        return False
+    parts = [part for part in (block.router_ND, block.logit_bias_N) if part is not None]
+    return bool(kernel_form(kernels, parts) == kernels.PLAIN)
