@@ -429,9 +429,10 @@ def search_rounding(
 
 
 def load_parts(layers: Any) -> None:
-    """Load the parts of a step that only some models have: a gate of shared experts, choices by sigmoids, skipping."""
+    """Load the parts of a step that only some models have: a gate of shared experts, choices by sigmoids, skipping, …"""
     parts = (layers["shared_gate"]["values"], step.gate_shared), (layers["by_sigmoid"], step_choices.choose_by_sigmoid)
-    for has_it, kernel in (*parts, (layers["gamma1"], step_choices.skip_slots)):
+    more = (layers["gamma1"], step_choices.skip_slots), (layers["expert_factors"], step_choices.scale_chosen)
+    for has_it, kernel in (*parts, *more):
         if has_it.any():
             kernel.load()
 

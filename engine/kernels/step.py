@@ -36,9 +36,9 @@ LAYER = np.dtype(
     [
         *((name, MATRIX) for name in ("query", "key", "value", "output", "router", "shared_gate")),
         *((name, np.int64) for name in ("attention_norm", "ffn_norm")),
-        # 0 for none: norms of what attention and the feed-forward block add, of the input and the output of the shared
-        # expert and of the output of the routed experts, and the factor of the layer's output, a bfloat16.
-        *((name, np.int64) for name in ("attention_output_norm", "ffn_output_norm")),
+        # 0 for none: norms of what attention and the feed-forward block add, of the router's input, of the input and the
+        # output of the shared expert and of the output of the routed experts, and the factor of the layer's output (bfloat16).
+        *((name, np.int64) for name in ("attention_output_norm", "ffn_output_norm", "router_norm")),
         *((name, np.int64) for name in ("shared_norm", "shared_output_norm", "routed_output_norm", "factor")),
         *((f"{name}_bias", np.int64) for name in ("query", "key", "value", "output", "router")),  # 0 for none, as below
         *((name, np.int64) for name in ("query_norm", "key_norm", "value_norm", "gamma1", "gamma2")),
@@ -60,6 +60,7 @@ LAYER = np.dtype(
         ("chooses_outside", np.int64),  # whether the function CHOOSE chooses the experts
         ("by_sigmoid", np.int64),  # whether they are chosen by sigmoids, with a bias [N] for the choice, float32
         ("selection_bias", np.int64),
+        ("expert_factors", np.int64),  # 0, or factors of the experts' weights [N], float32
         *((name, np.int64) for name in ("groups", "groups_per_token", "group_of")),  # numbers; 0, or each expert's [N]
         ("added_to_sum", np.float32),  # to the divisor of normalized weights
         ("is_wide", np.int64),  # whether the router is multiplied in float32, in this FORM
@@ -291,6 +292,8 @@ def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
             call(table.choose_by_sigmoid, (place, address_of(wide) + 4 * token * count, *own))
         else:
             call(table.choose_experts, (place, address_of(logits) + 2 * token * count, *own))
+        if layer.expert_factors != 0:
+            call(table.scale_chosen, (place, *own))
         if layer.gamma1 != 0 and slots > layer.keep and thresholds_T[token] > np.float32(0.0):
             call(table.skip_slots, (place, thresholds_T[token], *own, job.normed + 2 * token * job.hidden, job.hidden))
     if job.seen_chosen != 0:
@@ -307,7 +310,16 @@ def _logits(job: Any, place: Any, logits: Any) -> None:
     layer, table, ends = layer_at(place), kernels_at(job.kernels), np.empty(1, np.int64)
     count = layer.expert_count
     ends[0] = count
-    multiply(job, layer.router_form, place + ROUTER, address_of(ends), 1, job.hidden, job.normed, logits)
+    own = np.empty(job.tokens * job.hidden if layer.router_norm != 0 else 0, np.uint16)
+    x = job.normed
+    if layer.router_norm != 0:
+        x = address_of(own)
+        call(table.rms_norm, (job.x, layer.router_norm, job.epsilon, job.tokens, job.hidden, x))
+        root = np.float32(1.0 / np.sqrt(np.float64(job.hidden)))
+        for index in range(own.shape[0]):
+            own[index] = narrow(widen(own[index]) * root)
+    multiply(job, layer.router_form, place + ROUTER, address_of(ends), 1, job.hidden, x, logits)
+    keep(own)
     keep(ends)
     if layer.router_bias != 0:
         call(table.add_columns, (logits, job.tokens, count, 0, count, layer.router_bias))

@@ -41,6 +41,21 @@ def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
         weights_S[slot] *= scale
 
 
+@kernel("void(int64, int64, int64)")
+def scale_chosen(place: Any, chosen: Any, weights: Any) -> None:
+    """Multiply the weights of a token's experts by the experts' own factors, and sort them, largest first."""
+    layer = layer_at(place)
+    chosen_S, weights_S = numba.carray(integers(chosen), (layer.slots,)), numba.carray(floats(weights), (layer.slots,))
+    factors_N = numba.carray(floats(layer.expert_factors), (layer.expert_count,))
+    for slot in range(layer.slots):
+        expert, place_now = chosen_S[slot], slot
+        weight = weights_S[slot] * factors_N[expert]
+        while place_now > 0 and weights_S[place_now - 1] < weight:
+            chosen_S[place_now], weights_S[place_now] = chosen_S[place_now - 1], weights_S[place_now - 1]
+            place_now -= 1
+        chosen_S[place_now], weights_S[place_now] = expert, weight
+
+
 @kernel("void(int64, int64, int64, int64)")
 def choose_by_sigmoid(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
     """Write a token's experts by the sigmoids of its float32 logits, as in `routing.SigmoidTopK`, and their weights."""

@@ -32,7 +32,7 @@ from engine.decoder.routing import (
     rule_of,
 )
 from engine.decoder.step.callbacks import BeforeExperts, Outside
-from engine.decoder.step.rules import fill_sigmoids, has_known_router, is_known, may_be_called
+from engine.decoder.step.rules import fill_factors, fill_sigmoids, has_known_router, is_known, may_be_called
 from engine.decoder.step.tables import Tables, serves_layer, tables_of
 from engine.families.config import DecoderConfig
 from engine.kernels.linear import as_bfloat16
@@ -199,6 +199,7 @@ class DecodeStep:
             row["router_form"] = kernels.form_address(kernels.WIDE if block.router_in_float32 else kernels.PLAIN)
             row["normalizes"], row["restores"], row["gamma1"] = int(rule.normalise), 0, 0
             row["weight_scale"] = rule.scale
+            self._rules += fill_factors(row, rule)
             if isinstance(rule, SigmoidTopK):
                 self._rules += fill_sigmoids(row, rule, len(block.experts))
             if row["is_wide"]:

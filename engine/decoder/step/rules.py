@@ -12,6 +12,7 @@ from engine.decoder.routing import (
     BiasedTopK,
     GroupedTopK,
     Routing,
+    ScaledTopK,
     SigmoidTopK,
     Skipping,
     SparseMixer,
@@ -28,7 +29,7 @@ def is_known(routing: Routing) -> bool:
     arrays = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
     arrays += [rule.bias_N] if isinstance(rule, SigmoidTopK) else []
     plain = (array.dtype == torch.float32 and array.is_cpu and array.is_contiguous() for array in arrays)
-    return type(rule) in (TopK, SigmoidTopK) and all(plain)
+    return type(rule) in (TopK, ScaledTopK, SigmoidTopK) and all(plain)
 
 
 def fill_sigmoids(row: Any, rule: SigmoidTopK, experts: int) -> list[Any]:
@@ -42,6 +43,16 @@ def fill_sigmoids(row: Any, rule: SigmoidTopK, experts: int) -> list[Any]:
     return [group_N, rule.bias_N]
 
 
+def fill_factors(row: Any, rule: Any) -> list[Any]:
+    """Write the factors of experts' weights, if there are any, into the record of a layer. Returns arrays as above."""
+    if not isinstance(rule, ScaledTopK):
+        row["expert_factors"] = 0
+        return []
+    factors_N = rule.factors_N.detach().float().contiguous()
+    row["expert_factors"] = factors_N.data_ptr()
+    return [factors_N]
+
+
 def may_be_called(routing: Routing) -> bool:
     """Return whether the step can call a routing outside: it gives every token as many slots as its rule says."""
     return isinstance(rule_of(routing), TopK | GroupedTopK | SigmoidTopK | BiasedTopK | UnweightedTopK | SparseMixer)
@@ -49,9 +60,10 @@ def may_be_called(routing: Routing) -> bool:
 
 def has_known_router(kernels: Any, block: MoeBlock) -> bool:
     """Return whether the kernels compute the logits of a block's router."""
-    if block.gate_hidden_HD is not None or block.own_norms is not None:
+    if block.gate_hidden_HD is not None:
         return False
-    if block.router_in_float32 and not isinstance(rule_of(block.routing), SigmoidTopK):
+    if block.router_in_float32 and (block.own_norms is not None or not isinstance(rule_of(block.routing), SigmoidTopK)):
         return False
-    parts = [part for part in (block.router_ND, block.logit_bias_N) if part is not None]
+    norm_D = None if block.own_norms is None else block.own_norms.router_D
+    parts = [part for part in (block.router_ND, block.logit_bias_N, norm_D) if part is not None]
     return bool(kernel_form(kernels, parts) == kernels.PLAIN)

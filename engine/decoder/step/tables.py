@@ -181,7 +181,7 @@ def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]
     if block.own_norms is not None:
         norms = block.own_norms
         row["shared_norm"], row["shared_output_norm"] = norms.shared_D.data_ptr(), norms.after_shared_D.data_ptr()
-        row["routed_output_norm"] = norms.after_routed_D.data_ptr()
+        row["routed_output_norm"], row["router_norm"] = norms.after_routed_D.data_ptr(), norms.router_D.data_ptr()
 
 
 def _activation(kernels: Any, expert: Expert) -> tuple[float, float]:
