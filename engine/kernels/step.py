@@ -37,7 +37,7 @@ LAYER = np.dtype(
         *((name, MATRIX) for name in ("query", "key", "value", "output", "router", "shared_gate")),
         *((name, np.int64) for name in ("attention_norm", "ffn_norm")),
         # 0 for none: norms of what attention and the feed-forward block add, of the router's input, of the input and the
-        # output of the shared expert and of the output of the routed experts, and the factor of the layer's output (bfloat16).
+        # output of the shared expert and of the output of the routed experts, and the layer's factor, a bfloat16.
         *((name, np.int64) for name in ("attention_output_norm", "ffn_output_norm", "router_norm")),
         *((name, np.int64) for name in ("shared_norm", "shared_output_norm", "routed_output_norm", "factor")),
         *((f"{name}_bias", np.int64) for name in ("query", "key", "value", "output", "router")),  # 0 for none, as below
