@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from engine.decoder.paged_cache import PagedBatch
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import LATENT_UP
 from engine.kernels.kernel_choice import TORCH, KernelChoice
-from engine.kernels.linear import is_emulated, linear, linears
+from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
 LATENT_NORM_EPSILON = 1e-6
@@ -72,8 +72,13 @@ class LatentAttention(nn.Module):
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]; with a cache, attend to its content and append the new positions."""
         batch, length, _ = x_BLD.shape
-        queries, latent_B1LC, key_B1LR = self._projected(x_BLD, positions)
+        query_BLHE, latent_BLC, key_BLR = self._projected(x_BLD, positions)
         choice = positions.choice
+        if (kernels := self._kernels(query_BLHE, positions, cache)) is not None:
+            assert cache is not None
+            mixed_BLX = self._attend_compiled(kernels, (query_BLHE, latent_BLC, key_BLR), positions, cache)
+            return linear(mixed_BLX, self.output, self.output_bias, choice)
+        queries, latent_B1LC, key_B1LR = self._placed(query_BLHE, latent_BLC, key_BLR, positions)
         if isinstance(cache, PagedBatch):
             cache.append(self.layer, latent_B1LC, key_B1LR)
             parts = zip(*(cache.split(each, 2) for each in queries), strict=True)
@@ -89,19 +94,59 @@ class LatentAttention(nn.Module):
             mixed_BHLV = way(queries, latent_B1LC, key_B1LR, positions.masks[None], choice)
         return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias, choice)
 
-    def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Queries, Tensor, Tensor]:
-        """Return queries, latent vectors and rotated keys of the new positions."""
+    def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, L, H, E], latent vectors [B, L, C] and keys [B, L, R], which are not yet rotated."""
         sizes, down, biases, choice = self.sizes, [self.latent_down], [self.latent_down_bias], positions.choice
         if self.query_down is not None:
             down, biases = [*down, self.query_down], [*biases, self.query_down_bias]
         latent_BLE, *query = linears(x_BLD, down, biases, choice)
         query_BLD = rms_norm(query[0], _present(self.query_norm), LATENT_NORM_EPSILON, choice) if query else x_BLD
-        query_BHLE = linear(query_BLD, self.query_up, choice=choice).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        plain_BHLN, rotary_BHLR = query_BHLE.split((sizes.plain_dimension, sizes.rotary_dimension), dim=-1)
+        query_BLHE = linear(query_BLD, self.query_up, choice=choice).unflatten(-1, (self.heads, -1))
         latent_BLC, key_BLR = latent_BLE.split((sizes.key_value_rank, sizes.rotary_dimension), dim=-1)
-        latent_BLC = rms_norm(latent_BLC.contiguous(), self.latent_norm, LATENT_NORM_EPSILON, choice)
-        queries = Queries(plain_BHLN, self._rotate(rotary_BHLR, positions))
+        return query_BLHE, rms_norm(latent_BLC.contiguous(), self.latent_norm, LATENT_NORM_EPSILON, choice), key_BLR
+
+    def _placed(
+        self, query_BLHE: Tensor, latent_BLC: Tensor, key_BLR: Tensor, positions: Positions
+    ) -> tuple[Queries, Tensor, Tensor]:
+        """Return queries, latent vectors and rotated keys of the new positions."""
+        sizes = self.sizes
+        split = query_BLHE.transpose(1, 2).split((sizes.plain_dimension, sizes.rotary_dimension), dim=-1)
+        queries = Queries(split[0], self._rotate(split[1], positions))
         return queries, latent_BLC[:, None], self._rotate(key_BLR[:, None], positions)
+
+    def _kernels(self, query_BLHE: Tensor, positions: Positions, cache: Cache | None) -> Any:
+        """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise None."""
+        if cache is None or positions.is_padded or cache.dtype != torch.bfloat16:
+            return None
+        rows = query_BLHE.shape[0] * query_BLHE.shape[1]
+        return positions.choice.for_few(rows, query_BLHE, positions.cosine, self.latent_up)
+
+    def _attend_compiled(
+        self, kernels: Any, parts: tuple[Tensor, Tensor, Tensor], positions: Positions, cache: Cache
+    ) -> Tensor:
+        """Attend position by position: each attends to the previous ones, with the result of reading it alone. [B, L, X].
+
+        parts: queries, latent vectors and keys.
+        """
+        (batch, length, heads, _), sizes = parts[0].shape, self.sizes
+        shape = (heads, sizes.plain_dimension, sizes.rotary_dimension, sizes.key_value_rank, sizes.value_dimension)
+        angles = [angle.expand(batch, 1, length, -1)[:, 0] for angle in (positions.cosine, positions.sine)]
+        blocks, past, block_size, repeats = cache.places(self.layer)
+        mixed = []
+        for done in range(length):
+            inputs = [part[:, done].contiguous() for part in (*parts, *angles)]
+            made = kernels.attend_latent(
+                [each.data_ptr() for each in inputs],
+                [each.stride(0) for each in inputs[:3]],
+                cache.addresses(self.layer),
+                self.latent_up.data_ptr(),
+                (batch, *shape),
+                (blocks, past + done, block_size, repeats),
+                self.scale,
+                pairs=self.pairs,
+            )
+            mixed.append(as_bfloat16(made).view(batch, 1, -1))
+        return mixed[0] if length == 1 else torch.cat(mixed, dim=1)
 
     def _rotate(self, x_BHLR: Tensor, positions: Positions) -> Tensor:
         if self.pairs:

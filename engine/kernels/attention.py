@@ -50,7 +50,7 @@ attention_at = record_at(ATTENTION)
 PIECE = 512
 """Positions of a piece. Pieces begin where a sequence's own positions say, so its sums have one order on any number of
 threads and in any company."""
-_PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ()
+PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ()
 _FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
 _ONE_OF_ONE = weigh(1, 1)
 _FOUR_KEYS_OF_4, _EIGHT_KEYS_OF_2, _MANY_KEYS_OF_1, _ONE_KEY = (
@@ -145,7 +145,7 @@ def add_weighted_pairs(x: Any, size: Any, count: Any, weights: Any, positions: A
 
 
 @helper
-def _rotate(address: Any, cosine_R: Any, sine_R: Any, turned_E: Any) -> None:
+def rotate_head(address: Any, cosine_R: Any, sine_R: Any, turned_E: Any) -> None:
     """Apply the rotary embedding to the first R dimensions of one head's vector, whose two halves are paired."""
     size, rotated = turned_E.shape[0], cosine_R.shape[0]
     half = rotated // 2
@@ -159,14 +159,14 @@ def _rotate(address: Any, cosine_R: Any, sine_R: Any, turned_E: Any) -> None:
 
 
 @inline
-def _angles(job: Any, sequence: Any) -> Any:
+def angles_of(job: Any, sequence: Any) -> Any:
     """Return the cosines and sines of one sequence's new position."""
     turn = 2 * sequence * job.rotated
     return wide_vector(job.cosine + turn, job.rotated), wide_vector(job.sine + turn, job.rotated)
 
 
 @inline
-def _slot(job: Any, blocks_M: Any, position: Any) -> Any:
+def slot_of(job: Any, blocks_M: Any, position: Any) -> Any:
     """Return the slot of the cache that holds a sequence's position."""
     return blocks_M[position // job.block_size] * job.block_size + position % job.block_size
 
@@ -189,7 +189,7 @@ def _append(job: Any, sequence: Any, group: Any, slot: Any, cosine_R: Any, sine_
     new = 2 * (group * job.group_stride + slot * size)
     key_E, value_E = numba.carray(halves(job.keys + new), (size,)), numba.carray(halves(job.values + new), (size,))
     turned_E = np.empty(size, np.float32)
-    _rotate(job.key + 2 * (sequence * job.key_stride + group * size), cosine_R, sine_R, turned_E)
+    rotate_head(job.key + 2 * (sequence * job.key_stride + group * size), cosine_R, sine_R, turned_E)
     given_E = numba.carray(halves(job.value + 2 * (sequence * job.value_stride + group * size)), (size,))
     for index in range(size):
         key_E[index] = narrow(turned_E[index])
@@ -209,12 +209,12 @@ def append_block(address: Any, work: Any) -> None:
     sequence, group = work // job.groups, work % job.groups
     past = numba.carray(integers(job.past), (job.sequences,))[sequence]
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    cosine_R, sine_R = _angles(job, sequence)
-    _append(job, sequence, group, _slot(job, blocks_M, past), cosine_R, sine_R)
+    cosine_R, sine_R = angles_of(job, sequence)
+    _append(job, sequence, group, slot_of(job, blocks_M, past), cosine_R, sine_R)
 
 
 @helper
-def _softmax(scores_RP: Any, scale: Any, totals_R2: Any) -> None:
+def softmax_piece(scores_RP: Any, scale: Any, totals_R2: Any) -> None:
     """Replace the scores by e^(scale · score − largest). Writes the largest and the sum of each row to `totals_R2`."""
     rows, positions = scores_RP.shape
     for row in range(rows):
@@ -224,7 +224,7 @@ def _softmax(scores_RP: Any, scale: Any, totals_R2: Any) -> None:
 
 
 @inline
-def _takes_pairs(size: Any) -> Any:
+def takes_pairs(size: Any) -> Any:
     """Return whether pairs of bfloat16 are multiplied, in heads of this size."""
     return MULTIPLIES_BFLOAT16 and size % 32 == 0
 
@@ -234,7 +234,7 @@ def _prepare_queries(address: Any, cosine_R: Any, sine_R: Any, query_RE: Any, ro
     """Rotate the queries of a group, and round them to bfloat16 where pairs of it are multiplied."""
     rows, size = query_RE.shape
     for row in range(rows):
-        _rotate(address + 2 * row * size, cosine_R, sine_R, query_RE[row])
+        rotate_head(address + 2 * row * size, cosine_R, sine_R, query_RE[row])
     for row in range(rounded_RE.shape[0]):
         for index in range(size):
             rounded_RE[row, index] = narrow(query_RE[row, index])
@@ -247,21 +247,24 @@ def _run(job: Any, place: Any, end: Any) -> Any:
 
 
 @helper
-def _add_values(job: Any, group: Any, blocks_M: Any, first: Any, weights_RP: Any, sums: Any) -> None:
-    """Write the sums of the values from position `first` on, times their weights, to the float32 results at `sums`."""
-    table, size, (rows, positions) = kernels_at(job.kernels), job.size, weights_RP.shape
+def add_values(job: Any, cache: Any, size: Any, blocks_M: Any, first: Any, weights_RP: Any, sums: Any) -> None:
+    """Write the sums of the values from position `first` on, times their weights, to the float32 results at `sums`.
+
+    cache: address of the values of all slots, [slots, size] bfloat16.
+    """
+    table, (rows, positions) = kernels_at(job.kernels), weights_RP.shape
     sum_RE, place, end = numba.carray(floats(sums), (rows, size)), first, first + positions
     sum_RE[:] = np.float32(0.0)
-    rounded_RP = np.empty((rows, positions if _takes_pairs(size) else 0), np.uint16)
+    rounded_RP = np.empty((rows, positions if takes_pairs(size) else 0), np.uint16)
     for row in range(rows):
         for index in range(rounded_RP.shape[1]):
             rounded_RP[row, index] = narrow(weights_RP[row, index])
     while place < end:
         count = _run(job, place, end)
-        values = job.values + 2 * (group * job.group_stride + _slot(job, blocks_M, place) * size)
-        if _takes_pairs(size):  # an odd position and the next one are no pair, in blocks and in contiguous memory
+        values = cache + 2 * slot_of(job, blocks_M, place) * size
+        if takes_pairs(size):  # an odd position and the next one are no pair, in blocks and in contiguous memory
             count = 1 if place % 2 == 1 or count == 1 else count & -2
-        if _takes_pairs(size) and count > 1:
+        if takes_pairs(size) and count > 1:
             weights = address_of(rounded_RP) + 2 * (place - first)
             call(table.add_weighted_pairs, (values, size, count, weights, positions, rows, sums))
         else:
@@ -272,22 +275,25 @@ def _add_values(job: Any, group: Any, blocks_M: Any, first: Any, weights_RP: Any
 
 
 @helper
-def _score_keys(job: Any, group: Any, blocks_M: Any, first: Any, queries: Any, scores_RP: Any) -> None:
-    """Write the products of the keys from position `first` on with the group's rotated queries, whose address is given."""
-    table, size, (rows, positions) = kernels_at(job.kernels), job.size, scores_RP.shape
+def score_keys(job: Any, cache: Any, size: Any, blocks_M: Any, first: Any, queries: Any, scores_RP: Any) -> None:
+    """Write the products of the keys from position `first` on with the rotated queries, whose address is given.
+
+    cache: address of the keys of all slots, [slots, size] bfloat16.
+    """
+    table, (rows, positions) = kernels_at(job.kernels), scores_RP.shape
     place, end = first, first + positions
     while place < end:
         count = _run(job, place, end)
-        keys = job.keys + 2 * (group * job.group_stride + _slot(job, blocks_M, place) * size)
+        keys = cache + 2 * slot_of(job, blocks_M, place) * size
         results = address_of(scores_RP) + 4 * (place - first)
-        if _takes_pairs(size):
+        if takes_pairs(size):
             call(table.multiply_keys, (keys, size, count, queries, positions, rows, results))
         else:
             call(table.multiply_wide, (keys, 0, 1, count, size, queries, rows, results, positions))
         place += count
 
 
-@kernel(BLOCK, calls=("multiply_wide", *_PRODUCTS, "add_weighted"))
+@kernel(BLOCK, calls=("multiply_wide", *PRODUCTS, "add_weighted"))
 def attend_piece(address: Any, work: Any) -> None:
     """Attend to one piece of the positions for one group of one sequence. All its queries share one read of each key and
     value, block after block."""
@@ -300,21 +306,22 @@ def attend_piece(address: Any, work: Any) -> None:
     pieces = _pieces(job.window, past)
     group, piece = (work - begins_B[sequence]) // pieces, (work - begins_B[sequence]) % pieces
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    cosine_R, sine_R = _angles(job, sequence)
+    cosine_R, sine_R = angles_of(job, sequence)
     if job.repeats == 0 and job.most == 1:
-        _append(job, sequence, group, _slot(job, blocks_M, past), cosine_R, sine_R)
+        _append(job, sequence, group, slot_of(job, blocks_M, past), cosine_R, sine_R)
     query_RE = np.empty((per_group, size), np.float32)
-    rounded_RE = np.empty((per_group if _takes_pairs(size) else 0, size), np.uint16)
+    rounded_RE = np.empty((per_group if takes_pairs(size) else 0, size), np.uint16)
     queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
     _prepare_queries(queries, cosine_R, sine_R, query_RE, rounded_RE)
     first = _first_seen(job.window, past) + PIECE * piece
     scores_RP = np.empty((per_group, min(PIECE, past + 1 - first)), np.float32)
-    prepared = address_of(rounded_RE) if _takes_pairs(size) else address_of(query_RE)
-    _score_keys(job, group, blocks_M, first, prepared, scores_RP)
+    prepared = address_of(rounded_RE) if takes_pairs(size) else address_of(query_RE)
+    own = 2 * group * job.group_stride
+    score_keys(job, job.keys + own, size, blocks_M, first, prepared, scores_RP)
     keep(query_RE)
     keep(rounded_RE)
-    _softmax(scores_RP, job.scale, numba.carray(floats(job.totals + 8 * work * per_group), (per_group, 2)))
-    _add_values(job, group, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size)
+    softmax_piece(scores_RP, job.scale, numba.carray(floats(job.totals + 8 * work * per_group), (per_group, 2)))
+    add_values(job, job.values + own, size, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size)
     if job.most == 1:
         _finish(job, sequence, group, work, 1)
 

@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import attention, expert_panels, experts, panels, rounding_search, step, step_attention, step_choices
+from engine.kernels import (
+    attention,
+    expert_panels,
+    experts,
+    latent_attention,
+    panels,
+    rounding_search,
+    step,
+    step_attention,
+    step_choices,
+)
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
 from engine.kernels.compiler.cache_directory import cache_directory
@@ -23,13 +33,15 @@ from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_th
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.gated_delta import GATED_DELTA
+from engine.kernels.latent_attention import LATENT as LATENT_ATTENTION
 from engine.kernels.mamba2 import MAMBA2
 from engine.kernels.panels import multiplies_many
 from engine.kernels.products import PRODUCTS
 from engine.kernels.rounding_search import SCALES as ROUNDING_SCALES
 from engine.kernels.short_convolution import SHORT_CONVOLUTION
-from engine.kernels.step import ATTENDS, CHOOSE, HEAD_NORM, LAYER, MIX, NO_NORM, OUTSIDE, RECURS, STEP, WHOLE_NORM
+from engine.kernels.step import ATTENDS, CHOOSE, HEAD_NORM, LATENT, LAYER, MIX, NO_NORM, OUTSIDE, RECURS, STEP, WHOLE_NORM
 from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
+from engine.kernels.step_latent import latent_layer
 from engine.kernels.step_recurrence import PROJECTION, RECURRENT, recurrent_layer
 from engine.kernels.stored import block_products, float_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
@@ -63,6 +75,7 @@ __all__ = [
     "HEAD_NORM",
     "KERNELS",
     "LANES",
+    "LATENT",
     "LAYER",
     "MIX",
     "MIXED",
@@ -82,6 +95,7 @@ __all__ = [
     "WIDE",
     "WITHOUT_GATE",
     "attend",
+    "attend_latent",
     "attention_records",
     "block_products",
     "cache_directory",
@@ -302,12 +316,58 @@ def recurrent_record(kernel: str, **fields: Any) -> Any:
     return _record(RECURRENCES[kernel], kernels=TABLE_ADDRESS, **fields)
 
 
-def attention_records(layers: int) -> Any:
-    """Return a record of ATTENTION for each layer of a compiled step, to be filled in."""
-    step_attention.attend_steps.load()
-    records = np.zeros(layers, ATTENTION)
-    records["kernels"] = TABLE_ADDRESS
-    return records
+def attend_latent(
+    inputs: Sequence[Address],
+    strides: Sequence[int],
+    cache: Sequence[Address],
+    up: Address,
+    shape: tuple[int, int, int, int, int, int],
+    places: tuple[Any, Any, int, bool],
+    scale: float,
+    *,
+    pairs: bool,
+) -> Any:
+    """Attend for one new position of each sequence by latent attention, and append the position to the cache.
+
+    inputs: query [B, H, N + R], latent vector [B, C], key [B, R], cosine and sine [B, R], contiguous bfloat16; queries and
+    keys are not yet rotated. strides: values from one sequence's query, latent vector and key to the next one's. cache:
+    latent vectors [slots, C] and rotated keys [slots, R]. up: [H, N + V, C]. shape: B, H, N, R, C and V. places: as in
+    `attend`. scale: factor of the scores. pairs: whether neighbors are rotated together. Returns [B, H, V] as the bits of
+    bfloat16.
+    """
+    (sequences, heads, _, _, _, value_size), (blocks_BM, past_B, block_size, _) = shape, places
+    mixed_BHV = np.empty((sequences, heads, value_size), np.uint16)
+    job = _record(
+        LATENT_ATTENTION,
+        kernels=TABLE_ADDRESS,
+        **dict(zip(("query", "latent", "key", "cosine", "sine"), inputs, strict=True)),
+        **dict(zip(("query_stride", "latent_stride", "key_stride"), strides, strict=True)),
+        **dict(zip(("keys", "values"), cache, strict=True)),
+        up=up,
+        **dict(zip(("sequences", "heads", "plain", "rotated", "rank", "value_size"), shape, strict=True)),
+        pairs=int(pairs),
+        blocks=_address(blocks_BM),
+        blocks_of_one=blocks_BM.shape[1],
+        past=_address(past_B),
+        block_size=block_size,
+        results=_address(mixed_BHV),
+        scale=scale,
+    )
+    latent_attention.attend_latent(_address(job))
+    return mixed_BHV
+
+
+def attention_records(layers: int, kind: int) -> Any:
+    """Return a record for each layer of a compiled step, to be filled in: of attention of the kind ATTENDS or LATENT."""
+    records, kernel = {
+        ATTENDS: (ATTENTION, step_attention.attend_steps),
+        LATENT: (LATENT_ATTENTION, latent_layer),
+    }[kind]
+    if layers:
+        kernel.load()
+    made = np.zeros(layers, records)
+    made["kernels"] = TABLE_ADDRESS
+    return made
 
 
 def recur(kernel: str, record: Any, inputs: Address, states: Place, shape: tuple[int, int]) -> Any:

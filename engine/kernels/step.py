@@ -19,13 +19,14 @@ from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.experts import EXPERTS, experts_at
-from engine.kernels.products import MATRIX, PRODUCTS, products_at
+from engine.kernels.products import MATRIX, MATRIX_BYTES, PRODUCTS, matrix_at, products_at
+from engine.kernels.stored.forms import form_at
 
 NO_NORM, HEAD_NORM, WHOLE_NORM = 0, 1, 2
 """Kinds of norms of queries and keys: no norm, one for each head, or one for all heads together."""
-ATTENDS, OUTSIDE, RECURS = 1, 2, 3
-"""Kinds of layers' attention beside none (0): by these kernels, by the function MIX, or as a layer with a state
-(step_recurrence.py)."""
+ATTENDS, OUTSIDE, RECURS, LATENT = 1, 2, 3, 4
+"""Kinds of layers' attention beside none (0): grouped queries (step_attention.py), the function MIX, a state
+(step_recurrence.py), or latent vectors (step_latent.py)."""
 MIX = CFUNCTYPE(None, *(c_int64,) * 3)
 """The type of the function that computes the attention of a layer. Its arguments: the layer, and the addresses of the normed
 hidden states and of the result, [T, D] bfloat16."""
@@ -45,7 +46,8 @@ LAYER = np.dtype(
         *((name, np.int64) for name in ("form", "expert_form", "shared_form")),  # addresses of FORM
         # If `mixes` is ATTENDS: ATTENTION, in which all is filled in but the projections and results; the kind of norms of
         # queries and keys; the number of columns of the projections, and of queries, keys, values and gates; which column of
-        # the projections each of these is, [parts] int64, 0 if they are the same; whether outputs are gated.
+        # the projections each of these is, [parts] int64, 0 if they are the same; whether outputs are gated. If it is
+        # LATENT: a record of that name, and as columns the dimensions of the query's latent vector, 0 for none.
         *((name, np.int64) for name in ("attention", "head_norms", "columns", "parts", "sources", "is_gated")),
         ("experts", np.int64),  # EXPERT of each routed expert
         ("expert_count", np.int64),  # 0 for a dense layer, whose FFN is the shared expert
@@ -54,7 +56,7 @@ LAYER = np.dtype(
         ("keep", np.int64),  # slots that remain after adaptive skipping
         ("normalizes", np.int64),  # whether the top-k weights are normalized to a sum of one
         ("restores", np.int64),  # whether the weights left by skipping are rescaled to their sum before skipping
-        ("mixes", np.int64),  # 0, ATTENDS, OUTSIDE or RECURS
+        ("mixes", np.int64),  # 0, ATTENDS, OUTSIDE, RECURS or LATENT
         ("recurrent", np.int64),  # RECURRENT of a layer with a state
         ("feeds", np.int64),  # whether there are experts or a dense FFN
         ("chooses_outside", np.int64),  # whether the function CHOOSE chooses the experts
@@ -81,7 +83,7 @@ LAYER = np.dtype(
 layer_at = record_at(LAYER)
 LAYER_BYTES = LAYER.itemsize
 _FIELDS: Any = LAYER.fields
-_QUERY, OUTPUT, ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "output", "router", "shared_gate"))
+QUERY, KEY, OUTPUT, ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "key", "output", "router", "shared_gate"))
 """Offsets of matrices in the record of a layer."""
 STEP = np.dtype(
     [
@@ -129,6 +131,8 @@ def decode(address: Any) -> None:
             call(table.attention_layer, (address, np.int64(index)))
         elif layer.mixes == OUTSIDE:
             call(table.mix_layer, (address, np.int64(index)))
+        elif layer.mixes == LATENT:
+            call(table.latent_layer, (address, np.int64(index)))
         elif layer.mixes == RECURS:
             call(table.recurrent_layer, (address, np.int64(index)))
         if layer.feeds != 0:
@@ -199,7 +203,7 @@ def _project(job: Any, place: Any, made: Any) -> None:
     values = layer.columns - keys if layer.value.values != 0 else layer.columns
     ends[0], ends[1], ends[2] = values - keys, values, layer.columns
     count = 3 if layer.value.values != 0 else 2
-    multiply(job, layer.form, place + _QUERY, address_of(ends), count, job.hidden, job.normed, made)
+    multiply(job, layer.form, place + QUERY, address_of(ends), count, job.hidden, job.normed, made)
     if layer.query_bias != 0:
         call(table.add_columns, (made, job.tokens, layer.columns, 0, ends[0], layer.query_bias))
     if layer.key_bias != 0:
@@ -212,6 +216,15 @@ def _project(job: Any, place: Any, made: Any) -> None:
 @helper
 def multiply(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
     """Multiply matrices, whose records are contiguous, with all tokens. All but `count` and `inputs` are addresses."""
+    if form_at(form).own_vectors != 0:
+        _multiply_each(job, matrices, ends, count, inputs, x, results)
+    else:
+        _multiply_all(job, form, matrices, ends, count, inputs, x, results)
+
+
+@helper
+def _multiply_all(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
+    """Multiply matrices of one form in one call."""
     record = np.zeros(_PRODUCTS_BYTES, np.uint8)
     own = products_at(address_of(record))
     own.kernels, own.form, own.x, own.rows, own.inputs = job.kernels, form, x, job.tokens, inputs
@@ -219,6 +232,26 @@ def multiply(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: 
     own.threads, own.results = job.threads, results
     call(kernels_at(job.kernels).products, (address_of(record),))
     keep(record)
+
+
+@helper
+def _multiply_each(job: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
+    """Multiply matrices of the form MIXED one by one, each in its own form."""
+    ends_M, begin = numba.carray(integers(ends), (count,)), 0
+    results_TO = numba.carray(halves(results), (job.tokens, ends_M[count - 1]))
+    single, width = np.empty(2, np.int64), np.empty(1, np.int64)
+    for number in range(count):
+        own = matrix_at(matrices + number * MATRIX_BYTES)
+        single[0], single[1], width[0] = own.values, form_at(own.scales).scales, ends_M[number] - begin
+        made_TW = np.empty((job.tokens, width[0]), np.uint16)
+        _multiply_all(job, own.scales, address_of(single), address_of(width), 1, inputs, x, address_of(made_TW))
+        for token in range(job.tokens):
+            for index in range(width[0]):
+                results_TO[token, begin + index] = made_TW[token, index]
+        keep(made_TW)
+        begin = ends_M[number]
+    keep(single)
+    keep(width)
 
 
 @kernel(BLOCK, calls=("rms_norm", "centered_norm", "routed_experts", "swiglu", "add_to_residual"))

@@ -66,7 +66,7 @@ def _predict(job: Any, index: Any, predicted: Any) -> Any:
     count, table = layer.expert_count, kernels_at(job.kernels)
     logits, ends = np.empty(tokens * count, np.uint16), np.empty(1, np.int64)
     ends[0] = count
-    multiply(job, job.plain_form, place + ROUTER, ends, 1, job.hidden, job.normed, address_of(logits))
+    multiply(job, job.plain_form, place + ROUTER, address_of(ends), 1, job.hidden, job.normed, address_of(logits))
     if layer.router_bias != 0:
         call(table.add_columns, (address_of(logits), tokens, count, 0, count, layer.router_bias))
     logits_TN = numba.carray(halves(address_of(logits)), (tokens, count))

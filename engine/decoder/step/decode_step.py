@@ -2,7 +2,7 @@
 
 For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
 compute the same products with the same rounding as `model.DecoderLayer`. Attention that they do not know is computed by its
-module, which the step calls back: latent and lightning attention, heads with clipped values or normed after rotation.
+module, which the step calls back: lightning attention, heads with clipped values or normed after rotation.
 So are choices of experts other than the top-k of a softmax or of sigmoids. A decoder with any other unsupported part runs
 layer by layer instead. Such parts are norms with biases, factors of residuals, scaled inputs of experts, and observers of
 experts.
@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.decoder.attention import Positions
+from engine.decoder.attention import Attention, Positions
 from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.recurrence import state_places
 from engine.decoder.routing import (
@@ -129,21 +130,23 @@ class DecodeStep:
         """
         assert self._tables is not None
         attention, first = self._layers[layers[0]].attention, int(layers[0])
-        turns = [angle.expand(shape[0], 1, shape[1], -1).contiguous() for angle in positions.turns(attention.kind)]
+        is_latent = isinstance(attention, LatentAttention)
+        angles = (positions.cosine, positions.sine) if is_latent else positions.turns(attention.kind)
+        turns = [angle.expand(shape[0], 1, shape[1], -1).contiguous() for angle in angles]
         blocks_BM, past_B, block_size, repeats = cache.places(first)
         values = {
             "cosine": turns[0].data_ptr(),
             "sine": turns[1].data_ptr(),
-            "rotated": turns[0].shape[-1] if attention.rotates else 0,
-            "group_stride": cache.group_stride(first),
             "sequences": shape[0],
             "blocks": blocks_BM.ctypes.data,
             "blocks_of_one": blocks_BM.shape[1],
             "past": past_B.ctypes.data,
             "block_size": block_size,
-            "repeats": int(repeats),
         }
-        records = self._tables.attention
+        if not is_latent:
+            values["rotated"] = turns[0].shape[-1] if attention.rotates else 0
+            values["group_stride"], values["repeats"] = cache.group_stride(first), int(repeats)
+        records = self._tables.latent if is_latent else self._tables.attention
         for name, value in values.items():
             records[name][layers] = value
         records["keys"][layers], records["values"][layers] = zip(
@@ -170,7 +173,8 @@ class DecodeStep:
             self._before = None
             if self._tables is not None:
                 self._outside = Outside(kernels, self._layers)
-                self._attending = _placed_alike(self._layers, self._tables.layers["mixes"] == kernels.ATTENDS)
+                mixes = self._tables.layers["mixes"]
+                self._attending = _placed_alike(self._layers, (mixes == kernels.ATTENDS) | (mixes == kernels.LATENT))
         if self._tables is None or any(block.is_observed for block in self._blocks):
             return False
         if len(routings) != len(self._routings) or any(a is not b for a, b in zip(routings, self._routings, strict=True)):
@@ -180,8 +184,9 @@ class DecodeStep:
                 self._route(kernels)
         layers = self._tables.layers
         if any(block.residency is not None for block in self._blocks):
-            # Absent experts are asked for with choices by a softmax.
-            return self._is_served and not (layers["chooses_outside"].any() or layers["by_sigmoid"].any())
+            # Absent experts are asked for with choices by a softmax, and predicted from the experts' own inputs.
+            others = (layers[name].any() for name in ("chooses_outside", "by_sigmoid", "router_norm"))
+            return self._is_served and not any(others)
         return self._is_served
 
     def _route(self, kernels: Any) -> None:
@@ -263,6 +268,8 @@ def _placed_alike(layers: Any, attends_L: Any) -> list[Any]:
     alike: dict[Any, list[int]] = {}
     for number in np.flatnonzero(attends_L).tolist():
         attention = layers[number].attention
-        kind = attention.rotates, attention.kind, attention.key_heads, attention.head_dimension
+        kind: Any = None  # latent attention, which is the same in all layers
+        if isinstance(attention, Attention):
+            kind = attention.rotates, attention.kind, attention.key_heads, attention.head_dimension
         alike.setdefault(kind, []).append(number)
     return [np.array(numbers) for numbers in alike.values()]

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from engine.decoder.attention import Attention
 from engine.decoder.experts import Expert, MoeBlock, table_rows
+from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.recurrence import Recurrence
 from engine.families.layer_config import Chunk
-from engine.kernels.linear import addresses, expert_form, kernel_form
+from engine.kernels.linear import addresses, expert_form, kernel_form, places_of
 from engine.kernels.stored.quantized_weight import Weight
 
 
@@ -32,6 +33,8 @@ class Tables:
     shared: Any
     attention: Any
     """Records of `attention.ATTENTION`, one for each layer; those of layers with another attention are empty."""
+    latent: Any
+    """Those of `latent_attention.LATENT`."""
     recurrences: dict[int, Any]
     """Records of the layers with a state, by layer; see `compiled.recurrent_record`."""
     kept: list[Any]
@@ -42,6 +45,8 @@ def _mixes(kernels: Any, layer: Any) -> int:
     """Return what computes the attention of this layer."""
     if isinstance(layer.attention, Recurrence):
         knows, kind = layer.attention.is_known(kernels), kernels.RECURS
+    elif isinstance(layer.attention, LatentAttention):
+        knows, kind = _attends_to_latents(kernels, layer.attention), kernels.LATENT
     else:
         knows, kind = _attends(kernels, layer), kernels.ATTENDS
     own: int = kind if knows else kernels.OUTSIDE
@@ -58,7 +63,16 @@ def _attends(kernels: Any, layer: Any) -> bool:
     matrices = [attention.query, attention.key, attention.output, *([] if attention.value is None else [attention.value])]
     extras = [extra for extra in _attention_extras(attention) if extra is not None]
     are_plain = not extras or kernel_form(kernels, extras) == kernels.PLAIN
-    return are_plain and kernel_form(kernels, matrices) is not None
+    return are_plain and expert_form(kernels, matrices) is not None
+
+
+def _attends_to_latents(kernels: Any, attention: LatentAttention) -> bool:
+    """Return whether the kernels compute this latent attention."""
+    matrices = [attention.query_up, attention.latent_down, attention.output]
+    matrices += [] if attention.query_down is None else [attention.query_down]
+    vectors = [attention.query_down_bias, attention.query_norm, attention.latent_down_bias, attention.latent_norm]
+    plain = [each for each in (*vectors, attention.output_bias, attention.latent_up) if each is not None]
+    return kernel_form(kernels, plain) == kernels.PLAIN and expert_form(kernels, matrices) is not None
 
 
 def serves_layer(kernels: Any, layer: Any) -> bool:
@@ -106,13 +120,16 @@ def tables_of(kernels: Any, layers: Any) -> Tables:
         for every in (routed, [[one] for one in alone if one is not None])
     ]
     experts, shared = (kernels.expert_table(itertools.chain(*(rows for rows, _ in every))) for every in made)
-    attention, recurrences = kernels.attention_records(len(layers)), dict[int, Any]()
+    of_layers = [0 if layer.attention_norm is None else _mixes(kernels, layer) for layer in layers]
+    counts = {kind: len(layers) if kind in of_layers else 0 for kind in (kernels.ATTENDS, kernels.LATENT)}
+    attention, latent = (kernels.attention_records(count, kind) for kind, count in counts.items())
+    recurrences: dict[int, Any] = {}
     kept: list[Any] = [kept for every in made for _, kept in every]
     next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
     for number, (row, layer, own, one) in enumerate(zip(table, layers, routed, alone, strict=True)):
         if layer.attention_norm is not None:
             row["attention_norm"] = layer.attention_norm.data_ptr()
-            row["mixes"] = _mixes(kernels, layer)
+            row["mixes"] = of_layers[number]
         if layer.feed_forward_norm is not None:
             row["ffn_norm"], row["feeds"] = layer.feed_forward_norm.data_ptr(), 1
         if layer.output_norms is not None:
@@ -120,6 +137,8 @@ def tables_of(kernels: Any, layers: Any) -> Tables:
         row["factor"] = _address(layer.scalar_1)
         if row["mixes"] == kernels.ATTENDS:
             kept.append(_fill_attention(kernels, row, attention[number : number + 1], layer.attention))
+        if row["mixes"] == kernels.LATENT:
+            kept.append(_fill_latent(kernels, row, latent[number : number + 1], layer.attention))
         if row["mixes"] == kernels.RECURS:
             recurrences[number], parts = _fill_recurrence(kernels, row, layer.attention)
             kept.append(parts)
@@ -131,7 +150,7 @@ def tables_of(kernels: Any, layers: Any) -> Tables:
             row["shared"], row["shared_form"] = next_shared, kernels.form_address(_expert_form(kernels, [one]))
             row["shared_alpha"], row["shared_limit"] = _activation(kernels, one)
             next_shared += shared.itemsize
-    return Tables(table, experts, shared, attention, recurrences, kept)
+    return Tables(table, experts, shared, attention, latent, recurrences, kept)
 
 
 def _fill_attention(kernels: Any, row: Any, record: Any, attention: Attention) -> list[Any]:
@@ -141,14 +160,10 @@ def _fill_attention(kernels: Any, row: Any, record: Any, attention: Attention) -
     """
     parts = ("query", "key", "output") if attention.value is None else ("query", "key", "value", "output")
     matrices: list[Weight] = [getattr(attention, part) for part in parts]
-    for part, matrix in zip(parts, matrices, strict=True):
-        row[part] = addresses(matrix)
+    kept = _fill_matrices(kernels, row, parts, matrices)
     extras = (*(f"{part}_bias" for part in ("query", "key", "value", "output")), "query_norm", "key_norm")
     for name, extra in zip(extras, _attention_extras(attention), strict=True):
         row[name] = _address(extra)
-    form = kernel_form(kernels, matrices)
-    assert form is not None, "only layers that the kernels serve have tables"
-    row["form"] = kernels.form_address(form)
     row["head_norms"] = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}[attention.qk_norm]
     sources_P, ones_E = attention.sources_P, torch.ones(attention.head_dimension, dtype=torch.bfloat16)
     row["columns"] = sum(matrix.shape[0] for matrix in matrices[:-1])
@@ -160,7 +175,40 @@ def _fill_attention(kernels: Any, row: Any, record: Any, attention: Attention) -
     record["window"] = -attention.window.size if isinstance(attention.window, Chunk) else attention.window or 0
     record["sinks"], record["scale"] = _address(sinks_H), attention.scale
     row["attention"] = record.ctypes.data
-    return [sources_P, ones_E, sinks_H]
+    return [kept, sources_P, ones_E, sinks_H]
+
+
+def _fill_matrices(kernels: Any, row: Any, parts: Sequence[str], matrices: Sequence[Weight]) -> Any:
+    """Write the matrices of attention and their form into a layer's record. Returns what must live as long as the record."""
+    form = expert_form(kernels, matrices)
+    assert form is not None, "only layers that the kernels know have tables"
+    places, kept = places_of(kernels, matrices, form)
+    for part, place in zip(parts, places, strict=True):
+        row[part] = place
+    row["form"] = kernels.form_address(form)
+    return kept
+
+
+def _fill_latent(kernels: Any, row: Any, record: Any, attention: LatentAttention) -> Any:
+    """Write the projections of a layer, and what is the same at every position, into its records.
+
+    Returns what must live as long as the records.
+    """
+    sizes, down = attention.sizes, attention.query_down
+    parts = {"query": attention.query_up, "key": attention.latent_down, "output": attention.output}
+    parts |= {} if down is None else {"value": down}
+    kept, row["columns"] = (
+        _fill_matrices(kernels, row, list(parts), list(parts.values())),
+        0 if down is None else down.shape[0],
+    )
+    row["query_bias"], row["key_bias"] = _address(attention.query_down_bias), _address(attention.latent_down_bias)
+    row["query_norm"], row["key_norm"] = _address(attention.query_norm), _address(attention.latent_norm)
+    row["output_bias"] = _address(attention.output_bias)
+    record["heads"], record["plain"], record["rotated"] = attention.heads, sizes.plain_dimension, sizes.rotary_dimension
+    record["rank"], record["value_size"] = sizes.key_value_rank, sizes.value_dimension
+    record["up"], record["pairs"], record["scale"] = _address(attention.latent_up), int(attention.pairs), attention.scale
+    row["attention"] = record.ctypes.data
+    return kept
 
 
 def _fill_recurrence(kernels: Any, row: Any, layer: Recurrence) -> tuple[Any, list[Any]]:

@@ -24,6 +24,7 @@ from engine.decoder.experts import Expert
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Selection, Skipping
+from engine.decoder.step import tables
 from engine.decoder.step.decode_step import DecodeStep
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
@@ -35,8 +36,6 @@ NEARLY_TIED = {"qwen3_5_moe_text", "glm4_moe_lite"}
 """Families in whose first sequence two experts tie, or a number lies between two roundings: either result is right."""
 HAVE_STATES = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "lfm2_moe", "nemotron_h"}
 """Families whose states cannot forget tokens, which are therefore read one by one."""
-HAVE_LATENTS = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite"}
-"""Families whose attention is called back."""
 SERVED = [family for family in (*FAMILIES, *FURTHER_FAMILIES) if family not in NOT_WHOLE]
 
 
@@ -90,7 +89,7 @@ def test_a_step_gives_the_bits_of_the_layers(
         if at_once == 1 or family not in HAVE_STATES:
             assert torch.equal(decoded(whole, tokens_BL, at_once), decoded(layers, tokens_BL, at_once))
     assert taken and all(taken)
-    assert is_called_back(step) == (family in HAVE_LATENTS)
+    assert not is_called_back(step)
 
 
 def is_called_back(step: DecodeStep) -> bool:
@@ -100,15 +99,17 @@ def is_called_back(step: DecodeStep) -> bool:
 
 
 @needs_integers
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "nemotron_h", "lfm2_moe"])
-def test_states_with_projections_of_few_bits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest projections are in 8 bits, and others are not, so that they are multiplied one by one."""
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_moe_text", "nemotron_h", "lfm2_moe", "mixtral", "deepseek_v3", "glm4_moe_lite"]
+)
+def test_some_projections_have_few_bits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some projections of a layer are in 8 bits, and others are not."""
     save_reference(family, tmp_path)
     checkpoint = Checkpoint(tmp_path)
     plain = checkpoint.source(torch.bfloat16)
 
     def weights(name: str) -> Any:
-        is_projection = any(part in name for part in ("in_proj_qkv", "in_proj."))
+        is_projection = any(part in name for part in ("in_proj_qkv", "in_proj.", "k_proj", "kv_a_proj"))
         return quantise(plain(name), 8, 32, torch.bfloat16) if is_projection else plain(name)
 
     whole, layers = (Decoder(checkpoint.config, weights) for _ in range(2))
@@ -286,11 +287,29 @@ def test_what_the_kernels_do_not_know_goes_through_the_layers(tmp_path: Path, mo
 
 
 @needs_numba
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_attention_that_is_called_back_gives_the_same_bits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_reference(family, tmp_path)
+    for name in ("_attends", "_attends_to_latents"):
+        monkeypatch.setattr(tables, name, lambda *given: False)
+    checkpoint = Checkpoint(tmp_path)
+    whole, layers = (Decoder(checkpoint.config, checkpoint.source(torch.bfloat16)) for _ in range(2))
+    layer_by_layer(layers, monkeypatch)
+    step, taken = whole._step, served(whole, monkeypatch)
+    for tokens_BL, at_once in ((TOKENS, 1), (TOKENS[:1], 3)):
+        assert torch.equal(decoded(whole, tokens_BL, at_once), decoded(layers, tokens_BL, at_once))
+    assert taken and all(taken) and is_called_back(step)
+
+
+@needs_numba
 @pytest.mark.parametrize("part", ["attention", "choice"])
 def test_an_error_of_a_part_that_is_called_back_ends_the_step(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_reference("deepseek_v3", tmp_path)
+    monkeypatch.setattr(tables, "_attends_to_latents", lambda *given: False)
     checkpoint = Checkpoint(tmp_path)
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
     expected = decoded(decoder, TOKENS)
@@ -328,9 +347,12 @@ def test_observers_see_choices_that_are_called_back(tmp_path: Path, monkeypatch:
 
 @needs_numba
 @pytest.mark.parametrize("part", ["_mix", "_choose"])
-def test_a_call_that_is_lost_to_an_interrupt_ends_the_step(part: str, tmp_path: Path) -> None:
+def test_a_call_that_is_lost_to_an_interrupt_ends_the_step(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python drops an interrupt before the first line of a function that compiled code calls."""
     save_reference("deepseek_v3", tmp_path)
+    monkeypatch.setattr(tables, "_attends_to_latents", lambda *given: False)
     checkpoint = Checkpoint(tmp_path)
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
     decoder.moe_blocks[0].observer = lambda *seen: None

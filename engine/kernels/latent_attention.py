@@ -1,0 +1,207 @@
+"""Latent attention of one new position of each sequence over a cache of latent vectors (engine/decoder/latent_attention.py).
+
+Queries are mapped into the space of latent vectors, compared with these, and the weighted sums of latent vectors are mapped
+to values. All heads share the cache, so that a piece of its positions is read once for several heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from engine.kernels.attention import PIECE, PRODUCTS, add_values, angles_of, score_keys, slot_of, softmax_piece, takes_pairs
+from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
+from engine.kernels.compiler.parallel import kernels_at, loop_for
+
+LATENT = np.dtype(
+    [
+        ("kernels", np.int64),
+        ("query", np.int64),  # [B, H, N + R] bfloat16, the last R dimensions not yet rotated
+        ("latent", np.int64),  # [B, C] bfloat16
+        ("key", np.int64),  # [B, R] bfloat16, not yet rotated
+        *((f"{name}_stride", np.int64) for name in ("query", "latent", "key")),  # values from one sequence to the next
+        *((name, np.int64) for name in ("cosine", "sine")),  # [B, R] bfloat16
+        *((name, np.int64) for name in ("keys", "values")),  # the cache: latent vectors [slots, C], rotated keys [slots, R]
+        ("up", np.int64),  # [H, N + V, C] bfloat16
+        ("sequences", np.int64),
+        ("heads", np.int64),  # H
+        ("plain", np.int64),  # N
+        ("rotated", np.int64),  # R
+        ("rank", np.int64),  # C
+        ("value_size", np.int64),  # V
+        ("pairs", np.int64),  # whether neighbors among the rotated dimensions are pairs, and not halves
+        *((name, np.int64) for name in ("blocks", "blocks_of_one", "past", "block_size")),  # as in ATTENTION
+        ("results", np.int64),  # [B, H, V] bfloat16
+        ("scale", np.float32),  # factor of the scores
+        # The kernel computes the remaining fields, for its blocks. Queries are bfloat16 where `takes_pairs` says so of their
+        # size, and else float32. A work W is one piece of the positions of one sequence for up to HEADS heads.
+        ("absorbed", np.int64),  # [B, H, C]: queries in the space of latent vectors
+        ("turned", np.int64),  # [B, H, R]: rotated queries
+        ("begins", np.int64),  # [B + 1] the first work of each sequence, and the end of the last
+        ("sums", np.int64),  # [W, HEADS, C] float32, as in ATTENTION
+        ("totals", np.int64),  # [W, HEADS, 2] float32
+    ],
+    align=True,
+)
+"""Arguments of the latent attention of one new position of each sequence. All latent vectors and keys are appended before
+any query attends, because sequences may be positions of one text."""
+latent_at = record_at(LATENT)
+HEADS = 16
+"""Heads that share one read of a piece."""
+
+
+@helper
+def _turn(job: Any, sequence: Any, x: Any, turned_R: Any) -> None:
+    """Write the rotated vector at an address."""
+    rotated, half = job.rotated, job.rotated // 2
+    x_R = numba.carray(halves(x), (rotated,))
+    cosine_R, sine_R = angles_of(job, sequence)
+    for index in range(half):
+        first, second = (2 * index, 2 * index + 1) if job.pairs != 0 else (index, index + half)
+        left, right = widen(x_R[first]), widen(x_R[second])
+        turned_R[index] = left * cosine_R[index] - right * sine_R[index]
+        turned_R[index + half] = right * cosine_R[index + half] + left * sine_R[index + half]
+
+
+@inline
+def _bytes(size: Any) -> Any:
+    """Return the bytes of a number of a query of this size."""
+    return 2 if takes_pairs(size) else 4
+
+
+@helper
+def _keep_query(x_S: Any, place: Any) -> None:
+    """Write a query to its place, as its size asks for."""
+    size = x_S.shape[0]
+    if takes_pairs(size):
+        half_S = numba.carray(halves(place), (size,))
+        for index in range(size):
+            half_S[index] = narrow(x_S[index])
+    else:
+        float_S = numba.carray(floats(place), (size,))
+        for index in range(size):
+            float_S[index] = x_S[index]
+
+
+@kernel(BLOCK, calls=("add_weighted",))
+def latent_query_block(address: Any, work: Any) -> None:
+    """Map one head's query into the space of latent vectors, and rotate its rotated dimensions."""
+    job = latent_at(address)
+    sequence, head = work // job.heads, work % job.heads
+    query = job.query + 2 * (sequence * job.query_stride + head * (job.plain + job.rotated))
+    plain_N, own_C = wide_vector(query, job.plain), np.zeros(job.rank, np.float32)
+    up, add = job.up + 2 * head * (job.plain + job.value_size) * job.rank, kernels_at(job.kernels).add_weighted
+    call(add, (up, job.rank, job.plain, address_of(plain_N), job.plain, np.int64(1), address_of(own_C)))
+    keep(plain_N)
+    _keep_query(own_C, job.absorbed + work * job.rank * _bytes(job.rank))
+    turned_R = np.empty(job.rotated, np.float32)
+    _turn(job, sequence, query + 2 * job.plain, turned_R)
+    _keep_query(turned_R, job.turned + work * job.rotated * _bytes(job.rotated))
+
+
+@helper
+def _append(job: Any, sequence: Any) -> None:
+    """Write the new latent vector and the rotated key of one sequence into the cache."""
+    past = numba.carray(integers(job.past), (job.sequences,))[sequence]
+    blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
+    slot = slot_of(job, blocks_M, past)
+    latent_C = numba.carray(halves(job.keys + 2 * slot * job.rank), (job.rank,))
+    given_C = numba.carray(halves(job.latent + 2 * sequence * job.latent_stride), (job.rank,))
+    for index in range(job.rank):
+        latent_C[index] = given_C[index]
+    turned_R = np.empty(job.rotated, np.float32)
+    key_R = numba.carray(halves(job.values + 2 * slot * job.rotated), (job.rotated,))
+    _turn(job, sequence, job.key + 2 * sequence * job.key_stride, turned_R)
+    for index in range(job.rotated):
+        key_R[index] = narrow(turned_R[index])
+
+
+@kernel(BLOCK, calls=("multiply_wide", *PRODUCTS, "add_weighted"))
+def latent_piece(address: Any, work: Any) -> None:
+    """Attend to one piece of the positions of one sequence for some heads."""
+    job = latent_at(address)
+    begins_B, sequence = numba.carray(integers(job.begins), (job.sequences + 1,)), 0
+    while begins_B[sequence + 1] <= work:
+        sequence += 1
+    past = numba.carray(integers(job.past), (job.sequences,))[sequence]
+    pieces = past // PIECE + 1
+    part, piece = (work - begins_B[sequence]) // pieces, (work - begins_B[sequence]) % pieces
+    head, first = part * HEADS, PIECE * piece
+    rows, positions = min(HEADS, job.heads - head), min(PIECE, past + 1 - first)
+    blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
+    scores_HP, more_HP = np.empty((rows, positions), np.float32), np.empty((rows, positions), np.float32)
+    query = sequence * job.heads + head
+    absorbed = job.absorbed + query * job.rank * _bytes(job.rank)
+    turned = job.turned + query * job.rotated * _bytes(job.rotated)
+    score_keys(job, job.keys, job.rank, blocks_M, first, absorbed, scores_HP)
+    score_keys(job, job.values, job.rotated, blocks_M, first, turned, more_HP)
+    for row in range(rows):
+        for position in range(positions):
+            scores_HP[row, position] += more_HP[row, position]
+    softmax_piece(scores_HP, job.scale, numba.carray(floats(job.totals + 8 * work * HEADS), (rows, 2)))
+    add_values(job, job.keys, job.rank, blocks_M, first, scores_HP, job.sums + 4 * work * HEADS * job.rank)
+
+
+@kernel(BLOCK, calls=("multiply_wide", *PRODUCTS))
+def latent_value_block(address: Any, work: Any) -> None:
+    """Add up the pieces of one head of one sequence, and map the sum to the head's value."""
+    job = latent_at(address)
+    sequence, head = work // job.heads, work % job.heads
+    pieces = numba.carray(integers(job.past), (job.sequences,))[sequence] // PIECE + 1
+    first = numba.carray(integers(job.begins), (job.sequences + 1,))[sequence] + head // HEADS * pieces
+    row, rank = head % HEADS, job.rank
+    totals_WH2 = numba.carray(floats(job.totals + 8 * first * HEADS), (pieces, HEADS, 2))
+    sums_WHC = numba.carray(floats(job.sums + 4 * first * HEADS * rank), (pieces, HEADS, rank))
+    largest, total, sum_C = totals_WH2[0, row, 0], np.float32(0.0), np.zeros(rank, np.float32)
+    for piece in range(pieces):
+        largest = max(largest, totals_WH2[piece, row, 0])
+    for piece in range(pieces):
+        factor = exp(totals_WH2[piece, row, 0] - largest)
+        total += factor * totals_WH2[piece, row, 1]
+        for index in range(rank):
+            sum_C[index] += factor * sums_WHC[piece, row, index]
+    for index in range(rank):
+        sum_C[index] /= total
+    prepared, value_V = np.empty(4 * rank, np.uint8), np.empty(job.value_size, np.float32)
+    _keep_query(sum_C, address_of(prepared))
+    up = job.up + 2 * (head * (job.plain + job.value_size) + job.plain) * rank
+    given, made, table = address_of(prepared), address_of(value_V), kernels_at(job.kernels)
+    if takes_pairs(rank):
+        call(table.multiply_keys, (up, rank, job.value_size, given, job.value_size, np.int64(1), made))
+    else:
+        call(table.multiply_wide, (up, 0, 1, job.value_size, rank, given, 1, made, job.value_size))
+    keep(prepared)
+    results_V = numba.carray(halves(job.results + 2 * work * job.value_size), (job.value_size,))
+    for index in range(job.value_size):
+        results_V[index] = narrow(value_V[index])
+
+
+@kernel(JOB, calls=("parallel_for", "serial_for", "latent_query_block", "latent_piece", "latent_value_block"))
+def attend_latent(address: Any) -> None:
+    """Append the new positions, and attend for all heads of all sequences. Threads share heads and pieces."""
+    job = latent_at(address)
+    table, past_B = kernels_at(job.kernels), numba.carray(integers(job.past), (job.sequences,))
+    begins_B, parts, positions = np.zeros(job.sequences + 1, np.int64), (job.heads + HEADS - 1) // HEADS, 0
+    for sequence in range(job.sequences):
+        begins_B[sequence + 1] = begins_B[sequence] + parts * (past_B[sequence] // PIECE + 1)
+        positions += past_B[sequence] + 1
+        _append(job, sequence)
+    heads = job.sequences * job.heads
+    absorbed, turned = np.empty((heads, job.rank), np.float32), np.empty((heads, job.rotated), np.float32)
+    sums_WHC = np.empty((begins_B[-1], HEADS, job.rank), np.float32)
+    totals_WH2 = np.empty((begins_B[-1], HEADS, 2), np.float32)
+    job.absorbed, job.turned, job.begins = address_of(absorbed), address_of(turned), address_of(begins_B)
+    job.sums, job.totals = address_of(sums_WHC), address_of(totals_WH2)
+    loop = loop_for(table, 2 * heads * job.plain * job.rank)
+    call(loop, (table.latent_query_block, address, heads))
+    call(loop_for(table, 2 * parts * positions * (job.rank + job.rotated)), (table.latent_piece, address, begins_B[-1]))
+    call(loop, (table.latent_value_block, address, heads))
+    keep(absorbed)
+    keep(turned)
+    keep(begins_B)
+    keep(sums_WHC)
+    keep(totals_WH2)
