@@ -2,8 +2,9 @@
 
     python benchmarks/long_context.py [--layers 4] [--rounds 9]
 
-The model is a random mixture (8 experts, 2 chosen, hidden 2048, width 1792, 16 heads of 128 dimensions on 4 of keys and
-values) in bfloat16, and the cache holds random keys and values. In each round all lengths take their turn, and so does a
+The models are random mixtures (8 experts, 2 chosen, hidden 2048, width 1792) in bfloat16: one with 16 heads of 128 dimensions
+on 4 of keys and values, and one with 16 heads on latent vectors of 512 and keys of 64 dimensions. The caches hold random
+keys and values. In each round all lengths take their turn, and so does a
 plain read of memory as large as the longest cache, with as many threads. The time that the additional bytes of a cache take
 at that speed is allowed; what remains is compared with the time after the shortest context.
 """
@@ -29,10 +30,19 @@ LENGTHS = (512, 4096, 32768)
 STEPS = 4
 
 
-def config(layers: int) -> dict[str, Any]:
-    """Return the config.json of the model."""
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 2 * LENGTHS[-1]}
-    return shape(hidden=2048, layers=layers, width=1792) | heads
+def configs(layers: int) -> dict[str, dict[str, Any]]:
+    """Return the config.json of each model, by the kind of its attention."""
+    longest = {"max_position_embeddings": 2 * LENGTHS[-1]}
+    sizes = {"hidden_size": 2048, "num_hidden_layers": layers, "intermediate_size": 1792, "vocab_size": 32000}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1792, "n_shared_experts": None}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None}
+    each = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0}
+    family = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"}
+    grouped = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    return {
+        "grouped queries": shape(hidden=2048, layers=layers, width=1792) | grouped | longest,
+        "latent vectors": family | sizes | experts | heads | each | longest,
+    }
 
 
 def filled_cache(engine: Engine, length: int) -> KeyValueCache:
@@ -63,10 +73,10 @@ def bytes_per_second(memory: torch.Tensor) -> float:
     return memory.nbytes / (time.perf_counter() - started)
 
 
-def measure(directory: Path, layers: int, rounds: int) -> dict[str, Any]:
+def measure(directory: Path, config: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Return the seconds of a step after each length and the speed of memory, by round."""
-    write_random_model(directory / "model", config(layers))
-    engine = Engine.open(directory / "model")
+    write_random_model(directory, config)
+    engine = Engine.open(directory)
     engine.prepare()
     caches = {length: filled_cache(engine, length) for length in LENGTHS}
     each = position_bytes(engine.checkpoint.config, torch.bfloat16)
@@ -80,7 +90,7 @@ def measure(directory: Path, layers: int, rounds: int) -> dict[str, Any]:
             speeds.append(speed)
             for length in LENGTHS:
                 seconds[length].append(made[length])
-    return {"layers": layers, "bytes_per_position": each, "seconds": seconds, "bytes_per_second": speeds}
+    return {"bytes_per_position": each, "seconds": seconds, "bytes_per_second": speeds}
 
 
 def kept(figures: dict[str, Any], length: str) -> list[float]:
@@ -93,15 +103,15 @@ def kept(figures: dict[str, Any], length: str) -> list[float]:
 
 def table(figures: dict[str, Any]) -> str:
     """Return the time of a step after each length, the bytes of its cache, and the speed that is kept beyond them."""
-    rows = []
-    for length, seconds in figures["seconds"].items():
-        megabytes = int(length) * figures["bytes_per_position"] / 1e6
-        own = kept(figures, length)
-        shown = times(statistics.median(own), own, [1.0] * len(own)) if int(length) > LENGTHS[0] else ""
-        rows.append([f"{int(length):,}", f"{1e3 * statistics.median(seconds):.1f}", f"{megabytes:,.0f}", shown])
-    speed = statistics.median(figures["bytes_per_second"]) / 1e9
+    rows, kinds = [], figures["kinds"]
+    for kind, made in kinds.items():
+        for length, seconds in made["seconds"].items():
+            megabytes, own = int(length) * made["bytes_per_position"] / 1e6, kept(made, length)
+            shown = times(statistics.median(own), own, [1.0] * len(own)) if int(length) > LENGTHS[0] else ""
+            rows.append([kind, f"{int(length):,}", f"{1e3 * statistics.median(seconds):.1f}", f"{megabytes:,.0f}", shown])
+    speed = statistics.median(speed for made in kinds.values() for speed in made["bytes_per_second"]) / 1e9
     about = f"Memory is read at {speed:.1f} GB/s, in the median of the rounds."
-    header = ["positions", "a step, ms", "cache, MB", "speed kept beyond the cache's bytes (range)"]
+    header = ["attention to", "positions", "a step, ms", "cache, MB", "speed kept beyond the cache's bytes (range)"]
     return f"{about}\n\n{markdown(header, rows)}"
 
 
@@ -114,7 +124,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        save("long_context", measure(Path(scratch), options.layers, options.rounds))
+        every = configs(options.layers).items()
+        kinds = {kind: measure(Path(scratch) / kind, config, options.rounds) for kind, config in every}
+        save("long_context", {"layers": options.layers, "kinds": kinds})
 
 
 if __name__ == "__main__":
