@@ -2,7 +2,7 @@
 
     python benchmarks/long_context.py [--layers 4] [--rounds 9]
 
-The models are random mixtures (8 experts, 2 chosen, hidden 2048, width 1792) in bfloat16: one with 16 heads of 128 dimensions
+The models are random mixtures (8 experts, 2 chosen, hidden 2048, width 1792) in bfloat16: one of 16 heads of 128 dimensions
 on 4 of keys and values, and one with 16 heads on latent vectors of 512 and keys of 64 dimensions. The caches hold random
 keys and values. In each round all lengths take their turn, and so does a
 plain read of memory as large as the longest cache, with as many threads. The time that the additional bytes of a cache take
@@ -34,7 +34,7 @@ def configs(layers: int) -> dict[str, dict[str, Any]]:
     """Return the config.json of each model, by the kind of its attention."""
     longest = {"max_position_embeddings": 2 * LENGTHS[-1]}
     sizes = {"hidden_size": 2048, "num_hidden_layers": layers, "intermediate_size": 1792, "vocab_size": 32000}
-    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1792, "n_shared_experts": None}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1792, "n_shared_experts": 1}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None}
     each = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0}
     family = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"}
