@@ -58,11 +58,12 @@ def test_inspect_reads_headers_and_values_without_torch() -> None:
     ("command", "allowed"),
     [
         (("generate", "demo", "--prompt", "x", "--tokens", "1"), TORCH | KERNELS | {"psutil", "tokenizers"}),
-        (("evaluate", "demo", *TEXT), TORCH | KERNELS | {"psutil", "tokenizers"}),
-        (("plan-run", "demo"), TORCH | KERNELS | {"psutil", "tokenizers"}),
-        (
+        pytest.param(("evaluate", "demo", *TEXT), TORCH | KERNELS | {"psutil", "tokenizers"}, marks=pytest.mark.slow),
+        pytest.param(("plan-run", "demo"), TORCH | KERNELS | {"psutil", "tokenizers"}, marks=pytest.mark.slow),
+        pytest.param(
             ("prune", "demo", "--method", "random", "--experts", "6", "--output", "{output}", *TEXT),
             TORCH | KERNELS | {"psutil", "tokenizers", "matplotlib", "PIL", "huggingface_hub"},  # pictures, model card
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
@@ -80,10 +81,10 @@ def test_commands_import_what_they_use(command: tuple[str, ...], allowed: frozen
         ("engine.checkpoint.checkpoint", "torch"),
         ("engine.checkpoint.tokenizer", "torch"),
         ("engine.generation.generate", "transformers"),
-        ("engine.server.serve", "transformers"),
-        ("engine.adapted.experts_implementation", "transformers"),
-        ("compress.prune", "scipy"),
-        ("compress.compare", "jinja2"),
+        pytest.param("engine.server.serve", "transformers", marks=pytest.mark.slow),
+        pytest.param("engine.adapted.experts_implementation", "transformers", marks=pytest.mark.slow),
+        pytest.param("compress.prune", "scipy", marks=pytest.mark.slow),
+        pytest.param("compress.compare", "jinja2", marks=pytest.mark.slow),
     ],
 )
 def test_modules_import_without(module: str, lacks: str) -> None:

@@ -287,7 +287,10 @@ CALIBRATE = ["calibrate", "model", *CALIBRATION]
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(PRUNE, SECOND_PRUNE), (CALIBRATE, [*CALIBRATE, "--seed", "7", "-o", "out"])],
+    [
+        (PRUNE, SECOND_PRUNE),
+        pytest.param(CALIBRATE, [*CALIBRATE, "--seed", "7", "-o", "out"], marks=pytest.mark.slow),
+    ],
     ids=["prune", "calibrate"],
 )
 def test_of_two_runs_at_once_one_is_refused(

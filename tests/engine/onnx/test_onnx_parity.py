@@ -73,7 +73,7 @@ def operators(directory: Path, name: str = "model.onnx") -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+@pytest.mark.parametrize("portable", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["moe", "portable"])
 @pytest.mark.parametrize(("family", "result"), CELLS, ids=[f"{f}-{r}".replace(" ", "-") for f, r in CELLS])
 def test_logits_equal_the_engine(family: str, result: str, portable: bool, tmp_path: Path, onnx_parity: Any) -> None:
     checkpoint = made(family, result, tmp_path, **GROUPED)
@@ -164,7 +164,7 @@ def test_what_configs_ask_for_is_in_the_graph(
             onnx_parity(family, f"{variant}, {form}", what, difference)
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+@pytest.mark.parametrize("portable", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["moe", "portable"])
 @pytest.mark.parametrize(("keep", "rule"), [(1, "diep"), (2, "diep"), (1, "mc-moe")])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "llama_moe"])
 def test_skipping_in_the_graph_equals_the_engine_with_skipping(

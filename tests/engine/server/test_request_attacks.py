@@ -18,6 +18,14 @@ from engine.generation.generate import Engine
 from engine.server.reading.reading_pool import ReadingPool
 
 ATTACKS = attack_files("requests")
+SLOW = {
+    "schema_of_many_properties",
+    "schema_with_a_large_remainder",
+    "regular_expression_that_explodes",
+    "half_of_a_surrogate_pair_in_a_role",
+    "deep_schema_of_a_tool",
+}
+"""Attacks that take seconds, beside others of their kind."""
 HUNG_SECONDS = 30
 """Limit for any answer, and for the time between two tokens of the other client, with a margin for busy machines."""
 
@@ -52,11 +60,16 @@ def url(tiny_engine: Engine, reading_pool: ReadingPool) -> Iterator[str]:
         yield address
 
 
+def attack(path: Path) -> Any:
+    """Return a case of the tests: of several attacks that take seconds, one is in the fast set."""
+    return pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
+
+
 def test_there_are_attacks() -> None:
     assert len(ATTACKS) >= 20
 
 
-@pytest.mark.parametrize("path", ATTACKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [attack(path) for path in ATTACKS])
 def test_the_attack_is_answered_and_nobody_waits(path: Path, url: str) -> None:
     own: Any = load_attack(path)
     watching = Watching(url)

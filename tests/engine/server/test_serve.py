@@ -39,6 +39,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_sigterm_lets_what_runs_end_and_takes_no_more(directory: Path) -> None:
     answers: list[httpx2.Response] = []
 
