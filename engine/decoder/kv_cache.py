@@ -157,6 +157,7 @@ class KeyValueCache:
 
         The format is that of a paged cache: each sequence is one block of `capacity` positions for each group.
         """
+        assert self.length < self.capacity, f"cache of {self.capacity} positions is full"
         groups = self.stored.keys[self._rows[layer]].shape[1]
         batch = self._batch
         return np.arange(0, batch * groups, groups)[:, None], np.full(batch, self.length), self.capacity, False
@@ -183,6 +184,15 @@ class KeyValueCache:
     def state(self, layer: int) -> States:
         """Return the state of a layer after the positions so far, tensors [B, ...]."""
         return self.states[self._rows[layer]]
+
+    def state_addresses(self, layer: int) -> Any:
+        """Return the addresses of each sequence's state and of the last inputs of its convolution in a layer, int64 [2, B].
+
+        A compiled kernel updates them in place. The first is 0 in a layer that has the second only.
+        """
+        rows = range(self._batch)
+        parts = [[part.data_ptr() + row * part.stride(0) * part.itemsize for row in rows] for part in self.state(layer)]
+        return np.array([*[[0] * self._batch] * (2 - len(parts)), *parts], np.int64)
 
     def keep_state(self, layer: int, state: States) -> None:
         """Store the state of a layer after the new positions."""

@@ -241,9 +241,17 @@ class Decoder(nn.Module):
         """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
         low_bit = sorted({module.kind for module in self.modules() if isinstance(module, LowBitWeight)}, key=str)
         mixers = sorted({module.kernel for module in self.modules() if isinstance(module, Recurrence)})
-        by_sigmoid = any(isinstance(rule_of(block.routing), SigmoidTopK) for block in self.moe_blocks)
-        mixers += ["choose_by_sigmoid"] if by_sigmoid else []
         is_whole, centered = self._step.serves(kernels), self.config.zero_centered
+        rules = [rule_of(block.routing) for block in self.moe_blocks]
+        attends_to_latents = self.config.latent is not None
+        further = {
+            "choose_by_sigmoid": any(isinstance(rule, SigmoidTopK) for rule in rules),
+            "scale_chosen": any(isinstance(rule, ScaledTopK) for rule in rules),
+            "attend_latent": attends_to_latents,
+            "latent_layer": attends_to_latents and is_whole,
+            "recurrent_layer": bool(mixers) and is_whole,
+        }
+        mixers += [name for name, is_needed in further.items() if is_needed]
         low_bit += [kernels.WIDE[0]] if any(block.router_in_float32 for block in self.moe_blocks) else []
         needed: list[Any] = kernels.needed(low_bit, is_whole=is_whole, mixers=mixers, zero_centered=centered)
         return needed

@@ -238,6 +238,15 @@ class PagedBatch:
         each = [self.cache.states(table)[row] for table in self._tables]
         return tuple(torch.stack(parts) for parts in zip(*each, strict=True))
 
+    def state_addresses(self, layer: int) -> Any:
+        """Return the addresses of each sequence's state and of the last inputs of its convolution in a layer, int64 [2, B].
+
+        A compiled kernel updates them in place. The first is 0 in a layer that has the second only.
+        """
+        row = self.cache.rows[layer]
+        each = [[part.data_ptr() for part in self.cache.states(table)[row]] for table in self._tables]
+        return np.array([[0] * (2 - len(parts)) + parts for parts in each], np.int64).T.copy()
+
     def keep_state(self, layer: int, state: States) -> None:
         """Store the state of a layer after the new positions."""
         row = self.cache.rows[layer]

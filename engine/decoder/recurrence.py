@@ -64,13 +64,12 @@ class Recurrence(nn.Module):
         kernels = positions.choice.for_few(batch, x_BLD[0], *self.vectors.values())  # products may need x contiguous
         if kernels is None:
             return None
-        weights, state = self.projections, cache.state(self.layer)
+        weights, states_2B = self.projections, cache.state_addresses(self.layer)
         made_BLO = torch.cat(linears(x_BLD, weights, (None,) * len(weights), positions.choice), dim=-1)
         if self.columns_O is not None:
             made_BLO = made_BLO.index_select(-1, self.columns_O)
         record, _parameters = self._record(kernels)
-        made = kernels.recur(self.kernel, record, made_BLO.data_ptr(), state_places(state), (batch, self.results))
-        cache.keep_state(self.layer, state)  # updated in place
+        made = kernels.recur(self.kernel, record, made_BLO.data_ptr(), states_2B, (batch, self.results))
         return linear(as_bfloat16(made).view(batch, 1, -1), self.output, choice=positions.choice)
 
     def is_known(self, kernels: Any) -> bool:
@@ -100,9 +99,3 @@ class Recurrence(nn.Module):
         given = {**self.vectors, **numbers}
         fields = {name: tensor.data_ptr() for name, tensor in given.items()}
         return kernels.recurrent_record(self.kernel, **fields, **self.kernel_sizes), list(given.values())
-
-
-def state_places(state: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Return the addresses of a layer's state, 0 for none, and of the last inputs of its convolution."""
-    *whole, last = state
-    return whole[0].data_ptr() if whole else 0, last.data_ptr()

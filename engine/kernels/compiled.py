@@ -117,6 +117,7 @@ __all__ = [
     "rms_norm",
     "search_rounding",
     "swiglu",
+    "use_states",
     "use_threads",
 ]
 WITHOUT_GATE = 1.0, experts.NO_GATE
@@ -370,17 +371,26 @@ def attention_records(layers: int, kind: int) -> Any:
     return made
 
 
-def recur(kernel: str, record: Any, inputs: Address, states: Place, shape: tuple[int, int]) -> Any:
+def recur(kernel: str, record: Any, inputs: Address, states_2T: Any, shape: tuple[int, int]) -> Any:
     """Compute the next position of each sequence in a layer with a state, and update the states in place.
 
-    record: of `recurrent_record`. inputs: the projections, contiguous bfloat16. states: the state and the last inputs of the
-    convolution, contiguous float32. shape: T and X. Returns [T, X] as the bits of bfloat16.
+    record: of `recurrent_record`. inputs: the projections, contiguous bfloat16. states_2T: as for `use_states`. shape: T and
+    X. Returns [T, X] as the bits of bfloat16.
     """
     y_TX = np.empty(shape, np.uint16)
     record["inputs"], record["results"], record["tokens"] = inputs, _address(y_TX), shape[0]
-    record["state"], record["last"] = states
+    use_states(record, states_2T)
     KERNELS[kernel](_address(record))
     return y_TX
+
+
+def use_states(record: Any, states_2T: Any) -> None:
+    """Let the next call with a record update these states, which must live until it ends.
+
+    states_2T: int64, the addresses of each sequence's state and of the last inputs of its convolution, contiguous float32.
+    """
+    record["states"] = address = _address(states_2T)
+    record["lasts"] = address + states_2T.strides[0]
 
 
 def recurrent_table(

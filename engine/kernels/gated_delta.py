@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.kernels.compiler.arithmetic import exp, narrow, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
-from engine.kernels.compiler.memory import call, floats, halves, record_at
+from engine.kernels.compiler.memory import call, floats, halves, integers, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
 from engine.kernels.convolution import convolve, silu, softplus
 from engine.kernels.recurrence import FIELDS
@@ -22,7 +22,7 @@ from engine.kernels.recurrence import FIELDS
 GATED_DELTA = np.dtype(
     [
         # Inputs [T, C + H·V + 2H]: queries, keys and values of all heads, their gates, and the logits of β and of the decay.
-        # State [T, H, E, V]. Results [T, H, V].
+        # States [H, E, V]. Results [T, H, V].
         *FIELDS,
         ("filters", np.int64),  # [C, K] bfloat16
         ("decay_bias", np.int64),  # [H] float32
@@ -101,7 +101,8 @@ def gated_delta_block(address: Any, block: Any) -> None:
     value_V, mixed_V = np.empty(size, np.float32), np.empty(size, np.float32)
     channels, values = 2 * keys + job.heads * size, job.heads * size
     inputs = job.inputs + 2 * token * (channels + values + 2 * job.heads)
-    last = job.last + 4 * token * (job.filter_size - 1) * channels
+    last = numba.carray(integers(job.lasts), (job.tokens,))[token]
+    states = numba.carray(integers(job.states), (job.tokens,))[token]
     gates, numbers_2H = inputs + 2 * channels, numba.carray(halves(inputs + 2 * (channels + values)), (2, job.heads))
     shape, unbiased = (job.filter_size, channels), 0
     convolve(inputs, job.filters, unbiased, last, shape, group * job.key_size, query_E)
@@ -113,7 +114,7 @@ def gated_delta_block(address: Any, block: Any) -> None:
         place = token * job.heads + head
         convolve(inputs, job.filters, unbiased, last, shape, 2 * keys + head * size, value_V)
         strength = np.float32(1.0) / (np.float32(1.0) + exp(-widen(numbers_2H[0, head])))
-        state, kept = job.state + 4 * place * job.key_size * size, _kept(address, widen(numbers_2H[1, head]), head)
+        state, kept = states + 4 * head * job.key_size * size, _kept(address, widen(numbers_2H[1, head]), head)
         _recur(state, kept, strength, query_E, key_E, value_V, mixed_V)
         gate_V = numba.carray(halves(gates + 2 * head * size), (size,))
         results_V = numba.carray(halves(job.results + 2 * place * size), (size,))

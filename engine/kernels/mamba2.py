@@ -13,14 +13,14 @@ import numpy as np
 
 from engine.kernels.compiler.arithmetic import exp, narrow, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
-from engine.kernels.compiler.memory import call, floats, halves, record_at
+from engine.kernels.compiler.memory import call, floats, halves, integers, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
 from engine.kernels.convolution import convolve, silu, softplus
 from engine.kernels.recurrence import FIELDS
 
 MAMBA2 = np.dtype(
     [
-        # Inputs [T, X + C + H]: gates, then x, B and C of all groups, and then the logits of Δ. State [T, H, N, P].
+        # Inputs [T, X + C + H]: gates, then x, B and C of all groups, and then the logits of Δ. States [H, N, P].
         *FIELDS,
         ("filters", np.int64),  # [C, K] bfloat16
         ("filter_bias", np.int64),  # [C] bfloat16
@@ -78,7 +78,8 @@ def mamba2_block(address: Any, block: Any) -> None:
     inner = job.heads * size
     channels = inner + 2 * job.groups * keys
     row = job.inputs + 2 * token * (inner + channels + job.heads)
-    inputs, last = row + 2 * inner, job.last + 4 * token * (job.filter_size - 1) * channels
+    inputs, last = row + 2 * inner, numba.carray(integers(job.lasts), (job.tokens,))[token]
+    states = numba.carray(integers(job.states), (job.tokens,))[token]
     shape = job.filter_size, channels
     into_N, out_N = np.empty(keys, np.float32), np.empty(keys, np.float32)
     x_P, value_P = np.empty(size, np.float32), np.empty(size, np.float32)
@@ -97,7 +98,7 @@ def mamba2_block(address: Any, block: Any) -> None:
         for index in range(size):
             value_P[index] = step * x_P[index]
             y_P[index] = through * x_P[index]
-        _recur(job.state + 4 * (token * job.heads + head) * keys * size, kept, into_N, out_N, value_P, y_P)
+        _recur(states + 4 * head * keys * size, kept, into_N, out_N, value_P, y_P)
         for index in range(size):
             y = y_P[index] * silu(widen(gate_X[head * size + index]))
             y_P[index] = y

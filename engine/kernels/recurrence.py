@@ -13,8 +13,8 @@ from engine.kernels.compiler.memory import record_at
 FIELDS = [
     ("kernels", np.int64),
     ("inputs", np.int64),  # [T, O] bfloat16: the projections of the layer's input, side by side
-    ("state", np.int64),  # [T, ...] float32; 0 for none
-    ("last", np.int64),  # [T, K - 1, C] float32: the last inputs of the convolution
+    ("states", np.int64),  # [T] int64: the address of each sequence's state, float32
+    ("lasts", np.int64),  # [T] int64: that of the last inputs of its convolution, [K - 1, C] float32
     ("results", np.int64),  # [T, X] bfloat16
     ("tokens", np.int64),  # T, one of each sequence
 ]

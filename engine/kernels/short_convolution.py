@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.kernels.compiler.arithmetic import narrow, widen
 from engine.kernels.compiler.compiling import JOB, kernel
-from engine.kernels.compiler.memory import address_of, halves, keep, record_at
+from engine.kernels.compiler.memory import address_of, halves, integers, keep, record_at
 from engine.kernels.convolution import filtered
 from engine.kernels.recurrence import FIELDS
 
@@ -40,7 +40,7 @@ def short_convolution(address: Any) -> None:
         parts_3C = numba.carray(halves(job.inputs + 6 * token * channels), (3, channels))
         for index in range(channels):
             x_C[index] = narrow(widen(parts_3C[0, index]) * widen(parts_3C[2, index]))
-        last = job.last + 4 * token * (size - 1) * channels
+        last = numba.carray(integers(job.lasts), (job.tokens,))[token]
         filtered(address_of(x_C), job.filters, unbiased, last, (size, channels), 0, y_C)
         for index in range(channels):
             results_TC[token, index] = narrow(widen(parts_3C[1, index]) * widen(narrow(y_C[index])))

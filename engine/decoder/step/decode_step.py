@@ -24,7 +24,6 @@ from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.paged_cache import PagedBatch
-from engine.decoder.recurrence import state_places
 from engine.decoder.routing import (
     Routing,
     Selection,
@@ -85,10 +84,12 @@ class DecodeStep:
             return None
         tokens = batch * length
         assert self._tables is not None and self._outside is not None
+        if length > 1 and self._tables.recurrences:  # a state is of a sequence, not of a position
+            return None
         kept = [self._place(layers, positions, cache, (batch, length)) for layers in self._attending]
-        states = {layer: cache.state(layer) for layer in self._tables.recurrences}
+        states = {layer: cache.state_addresses(layer) for layer in self._tables.recurrences}
         for layer, record in self._tables.recurrences.items():
-            record["state"], record["last"] = state_places(states[layer])
+            kernels.use_states(record, states[layer])
         for row, block in self._wide:
             row["chooses_outside"] = int(block.observer is not None)
         layers = self._tables.layers
@@ -111,12 +112,10 @@ class DecodeStep:
             )
         finally:
             errors = [self._outside.end(), None if before is None else before.end()]
-            del kept  # what the records of attention point to
+            del kept, states  # what the records point to
         for error in errors:
             if error is not None:
                 raise error
-        for layer, state in states.items():
-            cache.keep_state(layer, state)  # updated in place
         if seen is not None:
             self._tell(*seen)
         return x_BLD

@@ -20,13 +20,15 @@ from torch import Tensor
 
 import engine.kernels.kernel_choice
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.block_pool import BlockTable
 from engine.decoder.experts import Expert
-from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.kv_cache import KeyValueCache, position_bytes, state_bytes
 from engine.decoder.model import Decoder, routed_by
+from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.decoder.routing import Selection, Skipping
 from engine.decoder.step import tables
 from engine.decoder.step.decode_step import DecodeStep
-from engine.kernels.kernel_choice import DECODING
+from engine.kernels.kernel_choice import DECODING, TORCH
 from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
 
 TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1))
@@ -67,6 +69,46 @@ def decoded(decoder: Decoder, tokens_BL: Tensor, at_once: int = 1) -> Tensor:
         return torch.cat([read(part, cache=cache, choice=DECODING) for part in parts], dim=1)
 
 
+def served_together(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
+    """Return the logits of three steps of a paged cache, where texts have different lengths and lie in several blocks."""
+    config = decoder.config
+    size = position_bytes(config, torch.bfloat16) * 96 + state_bytes(config, torch.bfloat16) * len(tokens_BL)
+    cache = PagedCache(config, size, torch.bfloat16, block_size=4, sequences=len(tokens_BL))
+    texts, tables, found = [row.tolist() for row in tokens_BL], [BlockTable() for _ in tokens_BL], []
+    with torch.inference_mode():
+        for row, (text, table) in enumerate(zip(texts, tables, strict=True)):
+            cache.pool.extend(table, 6 + row)
+            decoder.last_logits(torch.tensor([text[: 6 + row]]), None, PagedBatch(cache, [table], [6 + row], [0]))
+            cache.pool.fill(table, text, 6 + row)
+        for _ in range(3):
+            new_B1 = torch.tensor([[text[table.length]] for text, table in zip(texts, tables, strict=True)])
+            for table in tables:
+                cache.pool.extend(table, table.length + 1)
+            found.append(decoder.last_logits(new_B1, None, PagedBatch(cache, tables, None, [0] * len(tables)), DECODING))
+            for text, table in zip(texts, tables, strict=True):
+                cache.pool.fill(table, text, table.length + 1)
+    return torch.stack(found)
+
+
+@needs_numba
+@pytest.mark.parametrize("family", sorted(HAVE_STATES))
+def test_several_positions_at_once_go_through_layers_with_a_state(family: str, tmp_path: Path) -> None:
+    save_reference(family, tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    logits = []
+    for choice in (DECODING, TORCH):
+        cache = KeyValueCache(decoder.config, 1, 7, torch.bfloat16)
+        with torch.inference_mode():
+            decoder.last_logits(TOKENS[:1, :4], None, cache)
+            logits.append(decoder(TOKENS[:1, 4:7], cache=cache, choice=choice).float())
+            with pytest.raises(AssertionError, match="cannot forget"):
+                decoder.step_logits(
+                    TOKENS[:1, 4:7], cache=KeyValueCache(decoder.config, 1, 7, torch.bfloat16), choice=choice
+                )
+    assert float((logits[0] - logits[1]).abs().max()) <= 0.05 * float(logits[1].abs().max())
+
+
 @needs_numba
 @pytest.mark.parametrize(
     ("family", "changes"),
@@ -88,6 +130,7 @@ def test_a_step_gives_the_bits_of_the_layers(
     for tokens_BL, at_once in ((TOKENS[first:], 1), (TOKENS[first : first + 1], 1), (TOKENS[first : first + 1], 3)):
         if at_once == 1 or family not in HAVE_STATES:
             assert torch.equal(decoded(whole, tokens_BL, at_once), decoded(layers, tokens_BL, at_once))
+    assert torch.equal(served_together(whole, TOKENS[first:]), served_together(layers, TOKENS[first:]))
     assert taken and all(taken)
     assert not is_called_back(step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernels_for_tests import kernels
@@ -130,7 +131,7 @@ def test_one_head_by_hand() -> None:
     sizes = dict.fromkeys(("heads", "groups", "key_size", "value_size", "filter_size"), 1)
     fields = dict(zip(names, parameters, strict=True)) | sizes | {"least_step": 0.001, "epsilon": config.norm_epsilon}
     record = kernels.recurrent_record("mamba2", **fields)
-    made = kernels.recur("mamba2", record, projected, (own.data_ptr(), last.data_ptr()), (1, 1))
+    made = kernels.recur("mamba2", record, projected, np.array([[own.data_ptr()], [last.data_ptr()]]), (1, 1))
 
     def silu(number: float) -> float:
         return number / (1.0 + math.exp(-number))
