@@ -150,22 +150,7 @@ def table(figures: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
-def in_text(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the least and the largest ratio of each test."""
-    found: dict[str, list[float]] = {"decode": [], "prefill": []}
-    for shape in figures["shapes"]:
-        for test, ratios in found.items():
-            own = shape["rates"][test]
-            ratios.append(statistics.median(own[NAME]) / statistics.median(own[best_peer(own)]))
-    return {
-        f"{test}_{name}": f"{of(ratios):.1f}"
-        for test, ratios in found.items()
-        for name, of in (("least", min), ("most", max))
-    }
-
-
 TABLES = {"experts_implementation": table}
-IN_TEXT = {"experts_implementation": in_text}
 
 
 def main() -> None:
