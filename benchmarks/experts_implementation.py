@@ -4,7 +4,8 @@ python benchmarks/experts_implementation.py [--rounds 5] [--layers N] [--shrink 
 
 Each shape is a model of transformers with random bfloat16 weights, a small vocabulary and few layers, which stays loaded
 while all implementations are timed in turn. Figures are medians over rounds; ratios are to the implementation of
-transformers with the best median. A round first compares the logits of all implementations. `batched_mm` copies the
+transformers with the best median. Without experts, whose output is then zero, a model shows the most that any implementation
+can reach. A round first compares the logits of all implementations. `batched_mm` copies the
 weights for each pair of token and expert, so its prefill is left out where the copies would take more than 2 GB.
 """
 
@@ -20,12 +21,15 @@ from results import markdown, save, times
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.transformers_experts import NAME
 
 PROMPT, STEPS, CONTEXT = 512, 32, 16
 VOCABULARY = 2048
 PEERS = ("eager", "batched_mm", "grouped_mm")
+WITHOUT = "no experts"
+"""Name of an implementation that computes nothing."""
 MAX_COPIES = 2 << 30
 TOLERANCE = 0.05
 """Maximum difference of logits as a share of the largest one: the precision of bfloat16 over a few layers."""
@@ -89,13 +93,13 @@ def decode_seconds(model: Any, ids: Tensor) -> float:
 def contenders(shape: Shape, test: str) -> tuple[str, ...]:
     """Return the implementations whose copies of weights fit."""
     copies = PROMPT * shape.top_k * 2 * shape.width * shape.hidden * 2
-    return (*(name for name in PEERS if name != "batched_mm" or test == "decode" or copies <= MAX_COPIES), NAME)
+    return (*(name for name in PEERS if name != "batched_mm" or test == "decode" or copies <= MAX_COPIES), NAME, WITHOUT)
 
 
 def check(model: Any, shape: Shape, ids: Tensor) -> float:
     """Return the largest difference of our logits to those of transformers, as a share of the largest logit."""
     found = {}
-    for name in contenders(shape, "prefill"):
+    for name in contenders(shape, "prefill")[:-1]:
         model.set_experts_implementation(name)
         found[name] = prefill(model, ids).float()
     largest = max(float(logits.abs().max()) for logits in found.values())
@@ -109,7 +113,9 @@ def check(model: Any, shape: Shape, ids: Tensor) -> float:
 def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     """Return the tokens per second of each implementation in each round."""
     model, generator = random_model(shape), torch.Generator().manual_seed(1)
-    said: dict[str, dict[str, list[float]]] = {test: {name: [] for name in (*PEERS, NAME)} for test in ("decode", "prefill")}
+    said: dict[str, dict[str, list[float]]] = {
+        test: {name: [] for name in (*PEERS, NAME, WITHOUT)} for test in ("decode", "prefill")
+    }
     difference = 0.0
     for number in range(rounds + 1):
         ids = torch.randint(VOCABULARY, (1, PROMPT), generator=generator)
@@ -144,13 +150,28 @@ def table(figures: dict[str, Any]) -> str:
             medians = {name: statistics.median(rates) for name, rates in own.items() if rates}
             best = best_peer(own)
             cells = [f"{medians[name]:.1f}" if name in medians else "–" for name in (*PEERS, NAME)]
+            most = times(medians[WITHOUT] / medians[best], own[WITHOUT], own[best])
             title = f"{shape['top_k']} of {shape['experts']} experts of width {shape['width']}, {test} {length}"
-            rows.append([title, *cells, times(medians[NAME] / medians[best], own[NAME], own[best])])
-    header = ["tokens per second, bf16, batch 1", *(f"`{name}`" for name in (*PEERS, NAME)), "ours to the best other"]
+            rows.append([title, *cells, times(medians[NAME] / medians[best], own[NAME], own[best]), most])
+    header = [
+        "tokens per second, bf16, batch 1",
+        *(f"`{name}`" for name in (*PEERS, NAME)),
+        "ours to the best other",
+        "no experts to it",
+    ]
     return markdown(header, rows)
 
 
 TABLES = {"experts_implementation": table}
+
+
+def register_nothing() -> None:
+    """Make `WITHOUT` known to transformers."""
+
+    def nothing(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return torch.zeros_like(hidden_states)
+
+    ALL_EXPERTS_FUNCTIONS.register(WITHOUT, nothing)
 
 
 def main() -> None:
@@ -159,6 +180,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="layers of every shape")
     parser.add_argument("--shrink", type=int, default=1, help="divisor of hidden sizes and widths")
     arguments = parser.parse_args()
+    register_nothing()
     measured = []
     for shape in SHAPES:
         sizes = {"hidden": shape.hidden // arguments.shrink, "width": shape.width // arguments.shrink}
