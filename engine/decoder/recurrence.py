@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.decoder.attention import Cache, Positions
 from engine.kernels.kernel_choice import is_served
-from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, linears
+from engine.kernels.linear import as_bfloat16, expert_form, kernel_form, linear, linears, places_of
 from engine.kernels.stored.quantized_weight import LowBitWeight
 
 
@@ -74,24 +74,19 @@ class Recurrence(nn.Module):
 
     def is_known(self, kernels: Any) -> bool:
         """Return whether a compiled step computes this layer."""
-        forms = [kernel_form(kernels, [weight]) for weight in (*self.projections, self.output)]
+        forms = expert_form(kernels, self.projections), kernel_form(kernels, [self.output])
         return None not in forms and all(is_served(vector) for vector in self.vectors.values())
 
     def table(self, kernels: Any) -> tuple[Any, Any, list[Any]]:
         """Return the kernel's record, what a compiled step needs beside it, and objects that must live as long as they."""
         record, parameters = self._record(kernels)
-        forms = [kernel_form(kernels, [weight]) for weight in self.projections]
-        alike = [self.projections] if len(set(forms)) == 1 else [(weight,) for weight in self.projections]
-        products = [
-            (list(map(addresses, weights)), [weight.shape[0] for weight in weights], kernel_form(kernels, weights))
-            for weights in alike
-        ]
-        columns_O = self.columns_O
-        if columns_O is None and len(alike) > 1:
-            columns_O = torch.arange(sum(weight.shape[0] for weight in self.projections))
-        targets_O = None if columns_O is None else columns_O.argsort().numpy()
-        table, kept = kernels.recurrent_table(self.kernel, record, products, targets_O, self.results)
-        return record, table, [*kept, *parameters]
+        weights, form = self.projections, expert_form(kernels, self.projections)
+        assert form is not None, "only layers that the kernels know have tables"
+        places, forms = places_of(kernels, weights, form)
+        rows = [weight.shape[0] for weight in weights]
+        sources_O = None if self.columns_O is None else self.columns_O.numpy()
+        table, kept = kernels.recurrent_table(self.kernel, record, places, rows, form, sources_O, self.results)
+        return record, table, [*kept, forms, *parameters]
 
     def _record(self, kernels: Any) -> tuple[Any, list[Tensor]]:
         """Return the kernel's record, and the parameters whose addresses it holds."""

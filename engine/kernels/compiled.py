@@ -42,7 +42,7 @@ from engine.kernels.short_convolution import SHORT_CONVOLUTION
 from engine.kernels.step import ATTENDS, CHOOSE, HEAD_NORM, LATENT, LAYER, MIX, NO_NORM, OUTSIDE, RECURS, STEP, WHOLE_NORM
 from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
 from engine.kernels.step_latent import latent_layer
-from engine.kernels.step_recurrence import PROJECTION, RECURRENT, recurrent_layer
+from engine.kernels.step_recurrence import RECURRENT, recurrent_layer
 from engine.kernels.stored import block_products, float_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
 from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
@@ -394,36 +394,28 @@ def use_states(record: Any, states_2T: Any) -> None:
 
 
 def recurrent_table(
-    kernel: str,
-    record: Any,
-    products: Sequence[tuple[Sequence[Place], Sequence[int], Form]],
-    targets_O: Any,
-    outputs: int,
+    kernel: str, record: Any, weights: Sequence[Place], rows: Sequence[int], form: Form, sources_O: Any, outputs: int
 ) -> tuple[Any, list[Any]]:
     """Return what a compiled step needs of a layer with a state, and objects that must live as long as it.
 
-    record: of `recurrent_record`. products: of the layer's input, in one call each: the matrices, their rows and their form.
-    targets_O: the column of each projection in the kernel's inputs, int64; None for one product in their order. outputs: X.
+    record: of `recurrent_record`. weights, rows, form: of the projections of the layer's input. sources_O: the column of the
+    projections that each column of the kernel's inputs is, int64; None if they are the same. outputs: X.
     """
     recurrent_layer.load()
-    kept: list[Any] = [record, targets_O]
-    projections = np.zeros(len(products), PROJECTION)
-    for row, (weights, rows, form) in zip(projections, products, strict=True):
-        matrices, ends_M = np.array(weights, np.int64), np.array(list(accumulate(rows)), np.int64)
-        row["form"], row["matrices"], row["ends"] = form_address(form), _address(matrices), _address(ends_M)
-        row["count"] = len(ends_M)
-        kept += [matrices, ends_M]
+    matrices, ends_M = np.array(weights, np.int64), np.array(list(accumulate(rows)), np.int64)
     made = _record(
         RECURRENT,
         kernel=KERNELS[kernel].address,
         job=_address(record),
-        projections=_address(projections),
-        projection_count=len(projections),
-        inputs=sum(sum(rows) for _, rows, _ in products),
-        targets=0 if targets_O is None else _address(targets_O),
+        form=form_address(form),
+        matrices=_address(matrices),
+        ends=_address(ends_M),
+        count=len(ends_M),
+        inputs=ends_M[-1],
+        sources=0 if sources_O is None else _address(sources_O),
         outputs=outputs,
     )
-    return made, [*kept, projections]
+    return made, [record, matrices, ends_M, sources_O]
 
 
 def decode(

@@ -214,6 +214,29 @@ def _project(job: Any, place: Any, made: Any) -> None:
 
 
 @helper
+def arrange(tokens: Any, x: Any, width: Any, sources: Any, count: Any, results: Any) -> None:
+    """Write column sources[i] of x [T, width] to column i of the results [T, count]. All but the numbers are addresses."""
+    x_TW, results_TC = numba.carray(halves(x), (tokens, width)), numba.carray(halves(results), (tokens, count))
+    sources_C = numba.carray(integers(sources), (count,))
+    for token in range(tokens):
+        for index in range(count):
+            results_TC[token, index] = x_TW[token, sources_C[index]]
+
+
+@helper
+def move(own: Any, step: Any, before: Any, cosine: Any, sine: Any, past: Any) -> None:
+    """Let a record of attention stand at a later position, `step` after those whose numbers and angles are given.
+
+    before, cosine, sine: addresses. past: int64 [sequences], which must live while the record is used.
+    """
+    before_B = numba.carray(integers(before), (own.sequences,))
+    for sequence in range(own.sequences):
+        past[sequence] = before_B[sequence] + step
+    own.past = address_of(past)
+    own.cosine, own.sine = cosine + 2 * step * own.rotated, sine + 2 * step * own.rotated
+
+
+@helper
 def multiply(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
     """Multiply matrices, whose records are contiguous, with all tokens. All but `count` and `inputs` are addresses."""
     if form_at(form).own_vectors != 0:

@@ -10,9 +10,9 @@ import numpy as np
 from engine.kernels.attention import attention_at
 from engine.kernels.compiler.arithmetic import exp, narrow, widen
 from engine.kernels.compiler.compiling import helper, kernel
-from engine.kernels.compiler.memory import address_of, call, halves, integers, keep
+from engine.kernels.compiler.memory import address_of, call, halves, keep
 from engine.kernels.compiler.parallel import kernels_at
-from engine.kernels.step import HEAD_NORM, NO_NORM, layer_at, step_at
+from engine.kernels.step import HEAD_NORM, NO_NORM, arrange, layer_at, move, step_at
 
 
 @kernel("void(int64, int64, int64, int64)", calls=("attend", "norm_columns", "gate_outputs"))
@@ -25,7 +25,7 @@ def attend_steps(address: Any, place: Any, made: Any, mixed: Any) -> None:
     projected = made
     if layer.sources != 0:
         projected = address_of(arranged)
-        _arrange(job, layer, made, projected)
+        arrange(job.tokens, made, layer.columns, layer.sources, layer.parts, projected)
     if layer.head_norms != NO_NORM:
         by_head = layer.head_norms == HEAD_NORM
         size, whole = (own.size, own.size) if by_head else (queries, keys)
@@ -42,32 +42,17 @@ def attend_steps(address: Any, place: Any, made: Any, mixed: Any) -> None:
 
 
 @helper
-def _arrange(job: Any, layer: Any, made: Any, projected: Any) -> None:
-    """Copy the projections to queries, keys, values and gates, side by side."""
-    made_TC = numba.carray(halves(made), (job.tokens, layer.columns))
-    projected_TP = numba.carray(halves(projected), (job.tokens, layer.parts))
-    sources_P = numba.carray(integers(layer.sources), (layer.parts,))
-    for token in range(job.tokens):
-        for index in range(layer.parts):
-            projected_TP[token, index] = made_TC[token, sources_P[index]]
-
-
-@helper
 def _attend(job: Any, layer: Any, projected: Any, mixed: Any) -> None:
     """Attend with one call for a batch, or with one call for each of several positions of one sequence."""
     own = attention_at(layer.attention)
     before, past = own.past, np.empty(own.sequences, np.int64)
     cosine, sine = own.cosine, own.sine
-    before_B = numba.carray(integers(before), (own.sequences,))
     own.query_stride, own.key_stride, own.value_stride = layer.parts, layer.parts, layer.parts
-    own.past = address_of(past)
     for step in range(job.tokens // own.sequences):
-        for sequence in range(own.sequences):
-            past[sequence] = before_B[sequence] + step
+        move(own, step, before, cosine, sine, past)
         own.query = projected + 2 * step * layer.parts
         own.key = own.query + 2 * own.heads * own.size
         own.value = own.key + 2 * own.groups * own.size
-        own.cosine, own.sine = cosine + 2 * step * own.rotated, sine + 2 * step * own.rotated
         own.results = mixed + 2 * step * own.heads * own.size
         call(kernels_at(job.kernels).attend, (layer.attention,))
     own.past, own.cosine, own.sine = before, cosine, sine

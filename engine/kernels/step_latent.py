@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from engine.kernels.compiler.compiling import BLOCK, helper, kernel
-from engine.kernels.compiler.memory import address_of, call, integers, keep
+from engine.kernels.compiler.memory import address_of, call, keep
 from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.latent_attention import latent_at
-from engine.kernels.step import KEY, LAYER_BYTES, OUTPUT, QUERY, add_mixed, layer_at, multiply, step_at, write_normed
+from engine.kernels.step import KEY, LAYER_BYTES, OUTPUT, QUERY, add_mixed, layer_at, move, multiply, step_at, write_normed
 
 NORM_EPSILON = np.float32(1e-6)
 """Epsilon of the norms of latent vectors, independent of the config."""
@@ -83,14 +82,10 @@ def _attend(job: Any, layer: Any, query: Any, latents: Any, keys: Any, mixed: An
     """Attend with one call for a batch, or with one call for each of several positions of one sequence."""
     own = latent_at(layer.attention)
     before, cosine, sine, past = own.past, own.cosine, own.sine, np.empty(own.sequences, np.int64)
-    before_B = numba.carray(integers(before), (own.sequences,))
-    own.past = address_of(past)
     for step in range(job.tokens // own.sequences):
-        for sequence in range(own.sequences):
-            past[sequence] = before_B[sequence] + step
+        move(own, step, before, cosine, sine, past)
         own.query, own.latent = query + 2 * step * own.query_stride, latents + 2 * step * own.latent_stride
         own.key, own.results = keys + 2 * step * own.key_stride, mixed + 2 * step * own.heads * own.value_size
-        own.cosine, own.sine = cosine + 2 * step * own.rotated, sine + 2 * step * own.rotated
         call(kernels_at(job.kernels).attend_latent, (layer.attention,))
     own.past, own.cosine, own.sine = before, cosine, sine
     keep(past)

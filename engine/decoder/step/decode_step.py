@@ -24,13 +24,7 @@ from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.paged_cache import PagedBatch
-from engine.decoder.routing import (
-    Routing,
-    Selection,
-    SigmoidTopK,
-    Skipping,
-    rule_of,
-)
+from engine.decoder.routing import Routing, Selection, SigmoidTopK, Skipping, rule_of
 from engine.decoder.step.callbacks import BeforeExperts, Outside
 from engine.decoder.step.rules import fill_factors, fill_sigmoids, has_known_router, is_known, may_be_called
 from engine.decoder.step.tables import Tables, serves_layer, tables_of

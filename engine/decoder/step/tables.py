@@ -197,10 +197,8 @@ def _fill_latent(kernels: Any, row: Any, record: Any, attention: LatentAttention
     sizes, down = attention.sizes, attention.query_down
     parts = {"query": attention.query_up, "key": attention.latent_down, "output": attention.output}
     parts |= {} if down is None else {"value": down}
-    kept, row["columns"] = (
-        _fill_matrices(kernels, row, list(parts), list(parts.values())),
-        0 if down is None else down.shape[0],
-    )
+    kept = _fill_matrices(kernels, row, list(parts), list(parts.values()))
+    row["columns"] = 0 if down is None else down.shape[0]
     row["query_bias"], row["key_bias"] = _address(attention.query_down_bias), _address(attention.latent_down_bias)
     row["query_norm"], row["key_norm"] = _address(attention.query_norm), _address(attention.latent_norm)
     row["output_bias"] = _address(attention.output_bias)
