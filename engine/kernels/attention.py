@@ -50,6 +50,8 @@ attention_at = record_at(ATTENTION)
 PIECE = 512
 """Positions of a piece. Pieces begin where a sequence's own positions say, so its sums have one order on any number of
 threads and in any company."""
+NO_SINK = np.float32(-np.inf)
+"""The sink of a head that has none."""
 PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ()
 _FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
 _ONE_OF_ONE = weigh(1, 1)
@@ -327,8 +329,28 @@ def attend_piece(address: Any, work: Any) -> None:
 
 
 @helper
+def join_pieces(totals_WR2: Any, sums_WRE: Any, row: Any, sink: Any, sum_E: Any) -> None:
+    """Write a row's attention: the sum of its pieces, each times e^(own largest score − largest), over that of the weights.
+
+    sink: a further score, whose share is dropped, or NO_SINK.
+    """
+    pieces, largest = totals_WR2.shape[0], sink
+    for piece in range(pieces):
+        largest = max(largest, totals_WR2[piece, row, 0])
+    total = exp(sink - largest) if sink > NO_SINK else np.float32(0.0)
+    sum_E[:] = np.float32(0.0)
+    for piece in range(pieces):
+        factor = exp(totals_WR2[piece, row, 0] - largest)
+        total += factor * totals_WR2[piece, row, 1]
+        for index in range(sum_E.shape[0]):
+            sum_E[index] += factor * sums_WRE[piece, row, index]
+    for index in range(sum_E.shape[0]):
+        sum_E[index] /= total
+
+
+@helper
 def _finish(job: Any, sequence: Any, group: Any, first: Any, pieces: Any) -> None:
-    """Write the results of one group of one sequence: the sum of its pieces, each times e^(own largest score − largest)."""
+    """Write the results of one group of one sequence."""
     per_group, size = job.heads // job.groups, job.size
     totals_WR2 = numba.carray(floats(job.totals + 8 * first * per_group), (pieces, per_group, 2))
     sums_WRE = numba.carray(floats(job.sums + 4 * first * per_group * size), (pieces, per_group, size))
@@ -336,18 +358,9 @@ def _finish(job: Any, sequence: Any, group: Any, first: Any, pieces: Any) -> Non
     sinks_H, sum_E = numba.carray(floats(job.sinks), (job.heads,)), np.empty(size, np.float32)
     for row in range(per_group):
         head = group * per_group + row
-        largest = sinks_H[head] if job.sinks != 0 else np.float32(-np.inf)
-        for piece in range(pieces):
-            largest = max(largest, totals_WR2[piece, row, 0])
-        total = exp(sinks_H[head] - largest) if job.sinks != 0 else np.float32(0.0)
-        sum_E[:] = np.float32(0.0)
-        for piece in range(pieces):
-            factor = exp(totals_WR2[piece, row, 0] - largest)
-            total += factor * totals_WR2[piece, row, 1]
-            for index in range(size):
-                sum_E[index] += factor * sums_WRE[piece, row, index]
+        join_pieces(totals_WR2, sums_WRE, row, sinks_H[head] if job.sinks != 0 else NO_SINK, sum_E)
         for index in range(size):
-            mixed_BHE[sequence, head, index] = narrow(sum_E[index] / total)
+            mixed_BHE[sequence, head, index] = narrow(sum_E[index])
 
 
 @kernel(BLOCK)

@@ -11,8 +11,19 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention import PIECE, PRODUCTS, add_values, angles_of, score_keys, slot_of, softmax_piece, takes_pairs
-from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
+from engine.kernels.attention import (
+    NO_SINK,
+    PIECE,
+    PRODUCTS,
+    add_values,
+    angles_of,
+    join_pieces,
+    score_keys,
+    slot_of,
+    softmax_piece,
+    takes_pairs,
+)
+from engine.kernels.compiler.arithmetic import narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
@@ -156,16 +167,8 @@ def latent_value_block(address: Any, work: Any) -> None:
     row, rank = head % HEADS, job.rank
     totals_WH2 = numba.carray(floats(job.totals + 8 * first * HEADS), (pieces, HEADS, 2))
     sums_WHC = numba.carray(floats(job.sums + 4 * first * HEADS * rank), (pieces, HEADS, rank))
-    largest, total, sum_C = totals_WH2[0, row, 0], np.float32(0.0), np.zeros(rank, np.float32)
-    for piece in range(pieces):
-        largest = max(largest, totals_WH2[piece, row, 0])
-    for piece in range(pieces):
-        factor = exp(totals_WH2[piece, row, 0] - largest)
-        total += factor * totals_WH2[piece, row, 1]
-        for index in range(rank):
-            sum_C[index] += factor * sums_WHC[piece, row, index]
-    for index in range(rank):
-        sum_C[index] /= total
+    sum_C = np.empty(rank, np.float32)
+    join_pieces(totals_WH2, sums_WHC, row, NO_SINK, sum_C)
     prepared, value_V = np.empty(4 * rank, np.uint8), np.empty(job.value_size, np.float32)
     _keep_query(sum_C, address_of(prepared))
     up = job.up + 2 * (head * (job.plain + job.value_size) + job.plain) * rank

@@ -346,15 +346,20 @@ def test_attention_that_is_called_back_gives_the_same_bits(
     assert taken and all(taken) and is_called_back(step)
 
 
+def with_attention_outside(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """Return a decoder whose step calls its attention back."""
+    save_reference("deepseek_v3", directory)
+    monkeypatch.setattr(tables, "_attends_to_latents", lambda *given: False)
+    checkpoint = Checkpoint(directory)
+    return Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+
+
 @needs_numba
 @pytest.mark.parametrize("part", ["attention", "choice"])
 def test_an_error_of_a_part_that_is_called_back_ends_the_step(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_reference("deepseek_v3", tmp_path)
-    monkeypatch.setattr(tables, "_attends_to_latents", lambda *given: False)
-    checkpoint = Checkpoint(tmp_path)
-    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    decoder = with_attention_outside(tmp_path, monkeypatch)
     expected = decoded(decoder, TOKENS)
 
     def fails(*given: Any, **options: Any) -> Tensor:
@@ -394,10 +399,7 @@ def test_a_call_that_is_lost_to_an_interrupt_ends_the_step(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python drops an interrupt before the first line of a function that compiled code calls."""
-    save_reference("deepseek_v3", tmp_path)
-    monkeypatch.setattr(tables, "_attends_to_latents", lambda *given: False)
-    checkpoint = Checkpoint(tmp_path)
-    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    decoder = with_attention_outside(tmp_path, monkeypatch)
     decoder.moe_blocks[0].observer = lambda *seen: None
     expected, outside = decoded(decoder, TOKENS), decoder._step._outside
     setattr(outside, part, lambda *given: None)
