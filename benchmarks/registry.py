@@ -39,6 +39,8 @@ RECIPES = ("compress/distill.py", "compress/distillation", "compress/training", 
 CLASSIFIERS = ("compress/classifiers", "compress/training", "engine/transformers_models")
 PAPERS = ("diep", "every-expert-matters", "moe-kd", "speech-recognition")
 ONNX = ("engine/onnx", "compress/export")
+GPU = ("engine/decoder/gpu", "engine/kernels/gpu")
+"""Code that runs on a GPU only, which the figures of other benchmarks do not depend on."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,15 @@ class Benchmark:
     """Its arguments in `make bench`."""
     trial: tuple[str, ...] = ()
     """Its arguments for a run of seconds."""
+    on_gpu: bool = False
+    """Whether the figures are of a GPU."""
     needs: str = ""
     """Packages or rights beside the development environment. A script that lacks them exits with status 77."""
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The paths of `code` as git takes them, with those left out that the figures do not depend on."""
+        return self.code if self.on_gpu else (*self.code, *(f":(exclude){path}" for path in GPU))
 
 
 SHORT = ("--repetitions", "1", "--layers", "1")
@@ -85,6 +94,7 @@ BENCHMARKS = (
     Benchmark(
         *("gpu_decode", ("gpu_decode",), ("engine/kernels", "engine/decoder")),
         trial=("--rounds", "1", "--layers", "1"),
+        on_gpu=True,
         needs="a GPU",
     ),
     Benchmark(

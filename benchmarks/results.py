@@ -158,7 +158,8 @@ def is_older_than_its_code(stored: Mapping[str, Any], name: str) -> bool:
     """Whether what the result measures has changed since its commit, in more than words (`code_of`)."""
     from registry import benchmark_of
 
-    changed = _git("diff", "--raw", "--no-abbrev", "--no-renames", stored["commit"], "HEAD", "--", *benchmark_of(name).code)
+    paths = benchmark_of(name).measured
+    changed = _git("diff", "--raw", "--no-abbrev", "--no-renames", stored["commit"], "HEAD", "--", *paths)
     for line in changed.splitlines():
         about, path = line.split("\t")
         _, _, old, new, status = about.split()

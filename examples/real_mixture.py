@@ -48,6 +48,7 @@ from engine.families.tensor_names import dense_tensor, expert_tensor, router_ten
 from engine.families.tensor_shapes import expected_tensors
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
+from engine.kernels.devices import resolve_device
 from engine.passes.streaming import layer_positions
 
 ACTIVE_SHARE = 0.1
@@ -106,7 +107,7 @@ def moments(decoder: Decoder, text_SL: Tensor) -> dict[int, Moments]:
 
     def add(layer: int, network: Expert, x_TD: Tensor) -> None:
         units, hidden = network.width, x_TD.shape[1]
-        own = found.setdefault(layer, Moments(torch.zeros(units, units), torch.zeros(hidden, hidden)))
+        own = found.setdefault(layer, Moments(x_TD.new_zeros(units, units), x_TD.new_zeros(hidden, hidden)))
         added_TF = contributions(network, x_TD)
         least_T1 = added_TF.topk(max(1, round(ACTIVE_SHARE * units)), dim=1).values[:, -1:]
         active_TF = (added_TF >= least_T1).float()
@@ -168,14 +169,14 @@ def routers(
         squared_TF = contributions(network, x_TD).square()
         masses_TN = torch.stack([squared_TF[:, units].sum(dim=1).sqrt() for units in clusters[layer]], dim=1)
         apart_TN = masses_TN - masses_TN.mean(dim=1, keepdim=True)
-        sums[layer] = sums.get(layer, torch.zeros(apart_TN.shape[1], x_TD.shape[1])) + apart_TN.T @ x_TD
+        sums[layer] = sums.get(layer, 0) + apart_TN.T @ x_TD
 
     observed(decoder, text_SL, add)
     made = {}
     for layer, sum_ND in sums.items():
         inputs_DD = found[layer].inputs_DD
         ridge = RIDGE * inputs_DD.diagonal().mean()
-        router_ND = torch.linalg.solve(inputs_DD + ridge * torch.eye(len(inputs_DD)), sum_ND.T).T
+        router_ND = torch.linalg.solve(inputs_DD + ridge * torch.eye(len(inputs_DD)).to(inputs_DD), sum_ND.T).T
         variance_N = ((router_ND @ inputs_DD) * router_ND).sum(dim=1) / found[layer].tokens
         made[layer] = router_ND * (ROUTER_SPREAD / max(variance_N.mean().item(), 1e-30) ** 0.5)
     return made
@@ -183,7 +184,7 @@ def routers(
 
 def weighted_units(block: MoeBlock, x_TD: Tensor, selection: Selection) -> Tensor:
     """Return the hidden units of all experts, multiplied by the weights of their experts, [T, F]; 0 where not chosen."""
-    weights_TN = torch.zeros(len(x_TD), len(block.experts)).scatter_(1, selection.experts, selection.weights)
+    weights_TN = x_TD.new_zeros(len(x_TD), len(block.experts)).scatter_(1, selection.experts, selection.weights)
     units = [expert.units(x_TD) * weights_TN[:, n : n + 1] for n, expert in enumerate(block.experts)]  # type: ignore[operator]
     return torch.cat(units, dim=1)
 
@@ -206,7 +207,7 @@ def refit(dense: Decoder, mixture: Decoder, text_SL: Tensor, positions: Position
         assert isinstance(block, MoeBlock)
         seen: list[tuple[Tensor, Selection]] = []
         width, hidden = sum(expert.width for expert in block.experts), own_SLD.shape[-1]  # type: ignore[misc]
-        gram_FF, right_FD = torch.zeros(width, width).double(), torch.zeros(width, hidden).double()
+        gram_FF, right_FD = (own_SLD.new_zeros(width, size, dtype=torch.float64) for size in (width, hidden))
         block.observer = lambda x_TD, _, selection, seen=seen: seen.append((x_TD, selection))
         for row in range(len(text_SL)):
             full_SLD[row] = whole(full_SLD[row : row + 1], positions)[0]
@@ -227,7 +228,7 @@ def refitted(
     dense: Checkpoint, decoder: Decoder, mixture: Decoder, text_SL: Tensor, made: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the blocks by name, with the refitted down projections."""
-    row, positions = mixture.config.architecture, layer_positions(dense, text_SL, torch.float32, "cpu")
+    row, positions = mixture.config.architecture, layer_positions(dense, text_SL, torch.float32, text_SL.device)
     for layer, downs in refit(decoder, mixture, text_SL, positions):
         made |= {expert_tensor(row, layer, expert, DOWN): down_DF for expert, down_DF in enumerate(downs)}
     yield from made.items()
@@ -295,7 +296,7 @@ def write(dense: Checkpoint, raw: dict[str, Any], blocks: Iterator[tuple[str, Te
     with ShardWriter(output, {name: (torch.bfloat16, shape) for name, shape in shapes.items()}) as writer:
         written = set()
         for name, tensor in blocks:
-            writer.add(name, tensor.bfloat16())
+            writer.add(name, tensor.bfloat16().cpu())
             written.add(name)
         for name in shapes.keys() - written:
             writer.add(name, dense.tensor(name, torch.float32).bfloat16())
@@ -320,14 +321,18 @@ def make(arguments: argparse.Namespace) -> None:
             text_SL = token_batches(
                 arguments.text, tokenizer, samples=arguments.samples, sequence_length=arguments.sequence_length, seed=0
             )
-            decoder = Decoder(dense.config, dense.source(torch.float32))
+            device = resolve_device(arguments.device)
+            text_SL = text_SL.to(device)
+            decoder = Decoder(dense.config, dense.source(torch.float32, device))
             found = moments(decoder, text_SL)
             clusters = {
-                layer: balanced_clusters(own.together_FF, arguments.experts)
+                layer: balanced_clusters(own.together_FF.cpu(), arguments.experts)
                 for layer, own in tqdm(found.items(), desc="dividing networks (layers)", delay=2, leave=False, disable=None)
             }
             made = dict(split_tensors(dense, config, clusters, routers(decoder, text_SL, found, clusters)))
-            mixture = Decoder(config, lambda name: made[name] if name in made else dense.tensor(name, torch.float32))
+            mixture = Decoder(
+                config, lambda name: (made[name] if name in made else dense.tensor(name, torch.float32)).to(device)
+            )
             blocks = refitted(dense, decoder, mixture, text_SL, made)
         write(dense, raw, blocks, arguments.output)
     except BaseException:
@@ -345,6 +350,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--samples", type=int, default=256, help="sequences of text")
     parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--device", default="auto", help="where the text is read: auto, cpu or cuda")
     arguments = parser.parse_args()
     if arguments.way == "split" and arguments.text is None:
         parser.error("--way split divides the units by their activity on text; give --text")
