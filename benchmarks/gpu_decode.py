@@ -82,7 +82,7 @@ def check_kernels(model: Path) -> None:
     """Exit if the kernels do not run the model here. The engine then reports the reason."""
     os.environ[KERNELS] = "compiled"
     engine = Engine.open(model, device="cuda")
-    if engine.decoder.gpu.step is None or any(block.on_gpu is None for block in engine.decoder.moe_blocks):
+    if engine.decoder.gpu_step is None or any(block.on_gpu is None for block in engine.decoder.moe_blocks):
         sys.exit("the Triton kernels do not run this model here, so there is nothing to compare")
     del engine
     torch.cuda.empty_cache()

@@ -59,6 +59,7 @@ RIDGE = 1e-3
 """Ridge of the least squares, as a share of the mean square of the inputs."""
 ROUNDS = 12
 """Rounds of the balanced clustering, which stops before where no unit moves."""
+BATCH = 8
 FAMILY_OF_DENSE = "llama"
 
 # Shapes: T tokens of a batch, D hidden size, F hidden units of a network, N experts.
@@ -89,14 +90,14 @@ def contributions(network: Expert, x_TD: Tensor) -> Tensor:
 
 
 def observed(decoder: Decoder, text_SL: Tensor, what: Any) -> None:
-    """Call `what(layer, network, x_TD)` with the inputs of every network, a sequence at a time."""
+    """Call `what(layer, network, x_TD)` with the inputs of every network, a batch of sequences at a time."""
     hooks = [
         network.register_forward_pre_hook(lambda own, given, layer=layer: what(layer, own, given[0].flatten(0, -2)))
         for layer, network in feed_forwards(decoder)
     ]
     with torch.inference_mode():
-        for row_1L in tqdm(text_SL.split(1), desc="reading text (sequences)", delay=2, leave=False, disable=None):
-            decoder.hidden_states(row_1L)
+        for rows_BL in tqdm(text_SL.split(BATCH), desc="reading text (batches)", delay=2, leave=False, disable=None):
+            decoder.hidden_states(rows_BL)
     for hook in hooks:
         hook.remove()
 
@@ -216,7 +217,7 @@ def refit(dense: Decoder, mixture: Decoder, text_SL: Tensor, positions: Position
             gram_FF += a_TF.T @ a_TF
             right_FD += a_TF.T @ lacks_TD
         block.observer = None
-        delta_DF = NormalEquations.of(gram_FF, right_FD).solved(RIDGE).float()
+        delta_DF = NormalEquations.of(gram_FF.cpu(), right_FD.cpu()).solved(RIDGE).to(own_SLD)
         for expert, own_DF in zip(block.experts, delta_DF.chunk(len(block.experts), dim=1), strict=True):
             expert.down_DF.data += own_DF  # type: ignore[operator,union-attr]
         for row in range(len(text_SL)):
