@@ -11,7 +11,8 @@ this engine alone, after the others, because all do not fit into 24 GB. llama.cp
 --format gguf` writes them. Memory bandwidth is measured in each round too, by summing 1 GB with as many threads.
 
 With `--hide avx512` nothing uses AVX-512, which shows the speed on a processor with AVX2 alone. llama.cpp must have been
-built without it: `GGML_NATIVE=OFF`.
+built without it: `GGML_NATIVE=OFF`. Layers compiled by torch.compile are left out then: torch 2.13 ends with a protection
+fault in them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
-from results import RESULTS, markdown, require, save, times
+from results import NOT_POSSIBLE_HERE, RESULTS, markdown, require, save, times
 from vllm_agreement import version as vllm_version
 
 from compress.export.gguf import export_gguf
@@ -223,7 +224,11 @@ class Contender:
         command = [sys.executable, __file__, "--worker", json.dumps(given)]
         if kind == "vLLM":
             given["tests"] = {
-                name: (case.tokens if case.kind == "pp" else 1, 1 if case.kind == "pp" else case.tokens, batch)
+                name: (
+                    min(case.tokens, LONG - 1) if case.kind == "pp" else 1,
+                    1 if case.kind == "pp" else case.tokens,
+                    batch,
+                )
                 for name, (case, batch) in CASES.items()
             }
             command = [str(setting.vllm_python), str(Path(__file__).with_name("vllm_peer.py")), json.dumps(given)]
@@ -254,8 +259,12 @@ def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict
     contenders = {title: Contender("ours", directory / name, setting) for title, name in OURS.items()}
     contenders[SKIPPING] = Contender("ours", directory / "bf16", setting, 1.0)
     contenders |= {f"llama.cpp {name}": Contender("llama.cpp", directory / f"{name}.gguf", setting) for name in LLAMA_TYPES}
-    for title in (DEFAULT, COMPILED_LAYERS):  # layers that are compiled once stay so
+    for title in (DEFAULT,) if setting.hidden else (DEFAULT, COMPILED_LAYERS):  # layers that are compiled once stay so
         contenders[title] = Contender("transformers", directory / "bf16", setting)
+    implementations = {
+        test: tuple(name for name in names if not setting.hidden or holder(name) == DEFAULT)
+        for test, names in IMPLEMENTATIONS.items()
+    }
     rates: Rates = {}
     said: dict[str, dict[str, Any]] = {}
     streams = []
@@ -278,7 +287,7 @@ def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict
                     time_once(title, DECODE, place)
             for title in members:
                 time_once(title, TOGETHER, place)
-            for test, names in IMPLEMENTATIONS.items():
+            for test, names in implementations.items():
                 for name in names if DEFAULT in members and (place % 2 or test != LONG_PREFILL) else ():
                     time_once(holder(name), f"{test}:{name}", place)
         streams.append(stream(setting.threads))
@@ -286,10 +295,8 @@ def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict
         contender.end()
     rates[BEST] = {
         test: max((rates[holder(name)][f"{test}:{name}"] for name in names), key=statistics.median)
-        for test, names in IMPLEMENTATIONS.items()
+        for test, names in implementations.items()
     }
-    if setting.vllm_python is not None:
-        rates |= measure_vllm(directory, rounds, setting)
     return rates, said, streams[1:]
 
 
@@ -369,13 +376,9 @@ def bytes_per_token(title: str, said: dict[str, dict[str, Any]], directory: Path
 def table(figures: dict[str, Any]) -> str:
     """Return the table of the page. A speed-up is that of this engine over the peer of its row."""
     model = f"{figures['parameters'] / 1e9:.1f} B parameters, {figures['top_k']} of {figures['experts']} experts"
-    rows = [row for row in figures["rows"] if "share" in row]
-    tests = [
-        test for test in TESTS if test in rows[0]
-    ]  # results of before 2026-11-27 have two, and rows of their own for batches
-    header = [model, *(part for test in tests for part in (f"{test} t/s", "speed-up of ours"))]
+    header = [model, *(part for test in TESTS for part in (f"{test} t/s", "speed-up of ours"))]
     header += ["MB a token", "share of memory bandwidth"]
-    ours = {row["bits"]: row["rounds"] for row in rows if row["title"] in OURS}
+    ours = {row["bits"]: row["rounds"] for row in figures["rows"] if row["title"] in OURS}
 
     def cells(row: dict[str, Any], test: str) -> list[str]:
         speed = f"{row[test]:.0f}" if test in (PREFILL, LONG_PREFILL) else f"{row[test]:.1f}"
@@ -384,9 +387,9 @@ def table(figures: dict[str, Any]) -> str:
         return [speed, times(row[f"{test} ratio"], own[test], row["rounds"][test]) if is_peer else ""]
 
     lines = []
-    for row in rows:
+    for row in figures["rows"]:
         name = row["title"] + (f" ({row['skipped']:.0%} skipped)" if "skipped" in row else "")
-        speeds = [cell for test in tests for cell in cells(row, test)]
+        speeds = [cell for test in TESTS for cell in cells(row, test)]
         lines.append([name, *speeds, f"{row['bytes_per_token'] / 1e6:.0f}", f"{row['share']:.0%}"])
     return markdown(header, lines)
 
@@ -449,7 +452,8 @@ def main() -> None:
         return
     require("llama_cpp", "gguf", "matplotlib")
     if arguments.hide and "AVX512 = 1" in peers(arguments.vllm_python)["llama.cpp by llama-cpp-python"]["build"]:
-        parser.error("llama.cpp was built with AVX-512, which it cannot hide")
+        print("llama.cpp was built with AVX-512, which it cannot hide; build it with GGML_NATIVE=OFF", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE_HERE)
     if arguments.hide and arguments.vllm_python:
         parser.error("--hide has no effect on vLLM; leave out --vllm-python")
     setting = Setting(arguments.threads, arguments.vllm_python, arguments.hide)
@@ -458,14 +462,21 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         prepare(directory, arguments.layers)
         rates, said, streams = measure(directory, arguments.rounds, setting)
-        made = rows(rates, said, streams, directory)
-        config = Checkpoint(directory / "bf16").raw_config
-        parameters = Checkpoint(directory / "bf16").parameters
-    figures = {"parameters": parameters, "experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
-    figures |= {"threads": arguments.threads, "stream_gb_per_second": streams, "rows": made}
-    name = f"decode_without_{arguments.hide}" if arguments.hide else "decode"
-    save(name, figures, peers(arguments.vllm_python))
-    if not arguments.hide:
+        store(directory, setting, rates, said, streams)
+        if setting.vllm_python is not None:
+            rates |= measure_vllm(directory, arguments.rounds, setting)
+            store(directory, setting, rates, said, streams)
+
+
+def store(directory: Path, setting: Setting, rates: Rates, said: dict[str, dict[str, Any]], streams: list[float]) -> None:
+    """Write the figures that are there, and the picture."""
+    checkpoint = Checkpoint(directory / "bf16")
+    config = checkpoint.raw_config
+    figures = {"parameters": checkpoint.parameters, "experts": config["num_local_experts"]}
+    figures |= {"top_k": config["num_experts_per_tok"], "threads": setting.threads, "stream_gb_per_second": streams}
+    figures["rows"] = rows(rates, said, streams, directory)
+    save(f"decode_without_{setting.hidden}" if setting.hidden else "decode", figures, peers(setting.vllm_python))
+    if not setting.hidden:
         picture(figures, RESULTS / "decode.png")
 
 

@@ -89,6 +89,12 @@ BENCHMARKS = (
         trial=("--rounds", "1", "--layers", "1"),
         needs="pip install llama-cpp-python gguf",
     ),
+    Benchmark(
+        *("decode", ("decode_without_avx512",), ENGINE),
+        arguments=("--hide", "avx512"),
+        trial=("--hide", "avx512", "--rounds", "1", "--layers", "1"),
+        needs="pip install llama-cpp-python gguf, with llama.cpp built by GGML_NATIVE=OFF",
+    ),
     Benchmark("decode_families", ("decode_families",), ENGINE, trial=("--repetitions", "1", "--layers", "8")),
     Benchmark("speculative_decoding", ("speculative_decoding",), ENGINE, trial=("--prompts", "1", "--repetitions", "1")),
     Benchmark(
