@@ -203,6 +203,11 @@ def _sequences_of_llama_cpp(model: Any, threads: int, tokens: list[int]) -> Call
     return rate
 
 
+def _tokens_of(case: BenchCase) -> tuple[int, int]:
+    """Return the tokens of a prompt and the new ones of a case in vLLM, which makes a token after each prompt."""
+    return (min(case.tokens, LONG - 1), 1) if case.kind == "pp" else (1, case.tokens)
+
+
 WORKERS = {"ours": worker_of_ours, "transformers": worker_of_transformers, "llama.cpp": worker_of_llama_cpp}
 
 
@@ -223,14 +228,7 @@ class Contender:
         given["hidden"] = setting.hidden
         command = [sys.executable, __file__, "--worker", json.dumps(given)]
         if kind == "vLLM":
-            given["tests"] = {
-                name: (
-                    min(case.tokens, LONG - 1) if case.kind == "pp" else 1,
-                    1 if case.kind == "pp" else case.tokens,
-                    batch,
-                )
-                for name, (case, batch) in CASES.items()
-            }
+            given["tests"] = {name: (*_tokens_of(case), batch) for name, (case, batch) in CASES.items()}
             command = [str(setting.vllm_python), str(Path(__file__).with_name("vllm_peer.py")), json.dumps(given)]
         environment = os.environ | HIDDEN.get(setting.hidden, {})
         if kind == "vLLM":
@@ -262,8 +260,7 @@ def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict
     for title in (DEFAULT,) if setting.hidden else (DEFAULT, COMPILED_LAYERS):  # layers that are compiled once stay so
         contenders[title] = Contender("transformers", directory / "bf16", setting)
     implementations = {
-        test: tuple(name for name in names if not setting.hidden or holder(name) == DEFAULT)
-        for test, names in IMPLEMENTATIONS.items()
+        test: [name for name in names if holder(name) in contenders] for test, names in IMPLEMENTATIONS.items()
     }
     rates: Rates = {}
     said: dict[str, dict[str, Any]] = {}

@@ -60,6 +60,7 @@ RIDGE = 1e-3
 ROUNDS = 12
 """Rounds of the balanced clustering, which stops before where no unit moves."""
 BATCH = 8
+"""Number of sequences that are read at a time."""
 FAMILY_OF_DENSE = "llama"
 
 # Shapes: T tokens of a batch, D hidden size, F hidden units of a network, N experts.
@@ -307,7 +308,7 @@ def write(dense: Checkpoint, raw: dict[str, Any], blocks: Iterator[tuple[str, Te
 
 def make(arguments: argparse.Namespace) -> None:
     """Make the mixture that the arguments describe."""
-    dense = Checkpoint(resolve(arguments.model))
+    device, dense = resolve_device(arguments.device), Checkpoint(resolve(arguments.model))
     if dense.config.moe_layers:
         raise UnsupportedError(f"{arguments.model}: give a dense language model")
     width = dense.config.layers[0].dense_width
@@ -322,7 +323,6 @@ def make(arguments: argparse.Namespace) -> None:
             text_SL = token_batches(
                 arguments.text, tokenizer, samples=arguments.samples, sequence_length=arguments.sequence_length, seed=0
             )
-            device = resolve_device(arguments.device)
             text_SL = text_SL.to(device)
             decoder = Decoder(dense.config, dense.source(torch.float32, device))
             found = moments(decoder, text_SL)

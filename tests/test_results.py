@@ -240,6 +240,13 @@ def test_a_result_that_is_older_than_its_code_is_marked(monkeypatch: pytest.Monk
     assert results.measured(STORED["startup"], "startup") == results.without_age(line)
 
 
+def test_code_of_a_gpu_ages_figures_of_a_gpu_alone() -> None:
+    for name, on_gpu in (("decode", False), ("gpu_decode", True)):
+        paths = results._git("ls-files", "--", *registry.benchmark_of(name).measured).splitlines()
+        assert "engine/decoder/model.py" in paths
+        assert ("engine/decoder/gpu/step.py" in paths) == on_gpu
+
+
 def test_what_a_machine_lacks_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The others go on, and a script that fails is named with its arguments."""
     for name, status in (("lacks", results.NOT_POSSIBLE_HERE), ("fails", 1), ("works", 0)):
