@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.decoder.kv_cache import Kept, KeyValueCache, Scaled
+from engine.decoder.kv_cache import COMPILED_DTYPES, Kept, KeyValueCache, Scaled
 from engine.decoder.norms import rms_norm
 from engine.decoder.paged_cache import PagedBatch
 from engine.families.config import DecoderConfig
@@ -247,7 +247,7 @@ class Attention(nn.Module):
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
         """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise None."""
-        if cache is None or positions.is_padded or not query.dtype == cache.dtype == torch.bfloat16:
+        if cache is None or positions.is_padded or query.dtype != torch.bfloat16 or cache.dtype not in COMPILED_DTYPES:
             return None
         return positions.choice.for_few(query.shape[0] * query.shape[2], positions.cosine)
 
@@ -276,7 +276,7 @@ class Attention(nn.Module):
         mixed = kernels.attend(
             [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
             [tensor.stride(0) for tensor in query_key_value],
-            cache.addresses(self.layer),
+            [*cache.addresses(self.layer), *cache.scale_addresses(self.layer)],
             (batch, heads, self.key_heads, size, angles[0].shape[-1]),
             cache.group_stride(self.layer),
             places,

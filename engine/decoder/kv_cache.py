@@ -19,6 +19,8 @@ from engine.families.config import DecoderConfig
 
 KV_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _LARGEST = 127
+COMPILED_DTYPES = (torch.bfloat16, torch.int8)
+"""Dtypes of keys and values that the compiled kernels read as they are stored."""
 
 
 class Scaled(NamedTuple):
@@ -26,6 +28,10 @@ class Scaled(NamedTuple):
 
     integers: Tensor
     scales: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Return the float32 values."""
+        return self.integers * self.scales[..., None]
 
 
 def to_int8(x: Tensor) -> Scaled:
@@ -59,6 +65,10 @@ class Stored(NamedTuple):
         """Return the scales of one layer's keys and values."""
         assert self.scales is not None
         return self.scales[row]
+
+    def scale_addresses(self, row: int) -> list[int]:
+        """Return the addresses of the scales of one layer's keys and values, 0 for values without scales."""
+        return [0, 0] if self.scales is None else [part.data_ptr() for part in self.scales[row]]
 
 
 def allocated(
@@ -150,6 +160,10 @@ class KeyValueCache:
         """Return the addresses of one layer's keys and values, for the compiled kernels."""
         row = self._rows[layer]
         return [self.stored.keys[row].data_ptr(), self.stored.values[row].data_ptr()]
+
+    def scale_addresses(self, layer: int) -> list[int]:
+        """Return the addresses of the scales of one layer's keys and values, 0 for values without scales."""
+        return self.stored.scale_addresses(self._rows[layer])
 
     def places(self, layer: int) -> tuple[Any, Any, int, bool]:
         """Location of the sequences in a layer: block indices int64 [B, 1], filled positions int64 [B], block size, and that

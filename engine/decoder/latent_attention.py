@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.decoder.attention import Cache, Positions, attend, half_by_half, rotate
-from engine.decoder.kv_cache import Kept
+from engine.decoder.kv_cache import COMPILED_DTYPES, Kept, Scaled
 from engine.decoder.norms import rms_norm
 from engine.decoder.paged_cache import PagedBatch
 from engine.families.config import DecoderConfig
@@ -84,12 +84,12 @@ class LatentAttention(nn.Module):
             parts = zip(*(cache.split(each, 2) for each in queries), strict=True)
             mixed = []
             for row, own in enumerate(parts):
-                kept = _whole(cache.of_sequence(self.layer, row))
+                kept = _whole(cache.of_sequence(self.layer, row), x_BLD.dtype)
                 mixed.append(self.attend(Queries(*own), *kept, positions.mask_of(row, None), choice))
             mixed_BHLV = cache.joined(mixed, 2)
         else:
             if cache is not None:
-                latent_B1LC, key_B1LR = _whole(cache.append(self.layer, latent_B1LC, key_B1LR))
+                latent_B1LC, key_B1LR = _whole(cache.append(self.layer, latent_B1LC, key_B1LR), x_BLD.dtype)
             way = self._attend_next_ones if positions.one_by_one else self.attend
             mixed_BHLV = way(queries, latent_B1LC, key_B1LR, positions.masks[None], choice)
         return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias, choice)
@@ -116,7 +116,7 @@ class LatentAttention(nn.Module):
 
     def _kernels(self, query_BLHE: Tensor, positions: Positions, cache: Cache | None) -> Any:
         """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise None."""
-        if cache is None or positions.is_padded or cache.dtype != torch.bfloat16:
+        if cache is None or positions.is_padded or cache.dtype not in COMPILED_DTYPES:
             return None
         rows = query_BLHE.shape[0] * query_BLHE.shape[1]
         return positions.choice.for_few(rows, query_BLHE, positions.cosine, self.latent_up)
@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
             made = kernels.attend_latent(
                 [each.data_ptr() for each in inputs],
                 [each.stride(0) for each in inputs[:3]],
-                cache.addresses(self.layer),
+                [*cache.addresses(self.layer), *cache.scale_addresses(self.layer)],
                 self.latent_up.data_ptr(),
                 (batch, *shape),
                 (blocks, past + done, block_size, repeats),
@@ -216,8 +216,7 @@ def _present(parameter: nn.Parameter | None) -> nn.Parameter:
     return parameter
 
 
-def _whole(kept: tuple[Kept, Kept]) -> tuple[Tensor, Tensor]:
-    """Return latent vectors and keys as tensors. They are in the compute dtype: Engine.open refuses any other."""
-    latent, key = kept
-    assert isinstance(latent, Tensor) and isinstance(key, Tensor)
-    return latent, key
+def _whole(kept: tuple[Kept, Kept], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return latent vectors and keys in this dtype, whichever they are stored in."""
+    latent, key = (part.dequantized() if isinstance(part, Scaled) else part for part in kept)
+    return latent.to(dtype), key.to(dtype)

@@ -201,6 +201,10 @@ class PagedBatch:
         row = self.cache.rows[layer]
         return [self.cache.stored.keys[row].data_ptr(), self.cache.stored.values[row].data_ptr()]
 
+    def scale_addresses(self, layer: int) -> list[int]:
+        """Return the addresses of the scales of one layer's keys and values, 0 for values without scales."""
+        return self.cache.stored.scale_addresses(self.cache.rows[layer])
+
     def places(self, layer: int) -> tuple[Any, Any, int, bool]:
         """Location of the sequences, which is the same in all layers."""
         return self._places

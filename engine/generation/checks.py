@@ -42,7 +42,7 @@ def cpu_only(checkpoint: AdaptedCheckpoint, device: str) -> torch.device:
 def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype of the KV cache; `auto` is the compute dtype.
 
-    Raises OptionError for an unknown dtype, and for any but `auto` with latent attention or a cache of transformers.
+    Raises OptionError for an unknown dtype, and for any but `auto` with a cache of transformers.
     """
     if name == "auto":
         return computed
@@ -50,10 +50,6 @@ def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpo
         raise OptionError(
             f"{checkpoint.directory}: transformers keeps the cache of a model of the family {checkpoint.model_type} in the "
             "compute dtype; leave the KV cache dtype at auto"
-        )
-    if checkpoint.config.latent is not None:
-        raise OptionError(
-            f"{checkpoint.directory}: latent attention keeps the compute dtype; leave the KV cache dtype at auto"
         )
     if name not in KV_CACHE_DTYPES:
         raise OptionError(f"KV cache dtype {name!r} is not known; choose auto, {', '.join(KV_CACHE_DTYPES)}")

@@ -7,12 +7,20 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention_instructions import exponentials, largest_of, scores_tile, weigh, weigh_pairs
+from engine.kernels.attention_instructions import exponentials, largest_of
+from engine.kernels.cached_vectors import (
+    PRODUCTS,
+    add_values,
+    keep_vector,
+    score_keys,
+    slot_of,
+    takes_pairs,
+    value_bytes,
+)
 from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
-from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
 
 ATTENTION = np.dtype(
     [
@@ -21,6 +29,7 @@ ATTENTION = np.dtype(
         *((f"{name}_stride", np.int64) for name in ("query", "key", "value")),  # values from one sequence to the next
         ("keys", np.int64),  # keys of the cache, [G, slots, E]
         ("values", np.int64),
+        *((name, np.int64) for name in ("key_scales", "value_scales")),  # float32 [G, slots] where these have 8 bits, or 0
         ("group_stride", np.int64),  # values from one group of the cache to the next
         ("sequences", np.int64),
         ("heads", np.int64),
@@ -52,98 +61,6 @@ PIECE = 512
 threads and in any company."""
 NO_SINK = np.float32(-np.inf)
 """The sink of a head that has none."""
-PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ()
-_FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
-_ONE_OF_ONE = weigh(1, 1)
-_FOUR_KEYS_OF_4, _EIGHT_KEYS_OF_2, _MANY_KEYS_OF_1, _ONE_KEY = (
-    *(scores_tile(4, 4), scores_tile(8, 2)),
-    *(scores_tile(16, 1), scores_tile(1, 1)),
-)
-_FOUR_PAIRS_OF_MANY, _ONE_PAIR_OF_MANY, _FOUR_PAIRS, _ONE_PAIR = (
-    *(weigh_pairs(4, 2), weigh_pairs(1, 2)),
-    *(weigh_pairs(4, 1), weigh_pairs(1, 1)),
-)
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
-def multiply_keys(keys: Any, size: Any, count: Any, queries: Any, stride: Any, rows: Any, results: Any) -> None:
-    """Multiply `count` bfloat16 keys with `rows` bfloat16 queries. The size is a multiple of 32.
-
-    The product of key k and query r goes to place `k + r · stride` of the float32 results.
-    """
-    row = 0
-    while row < rows:
-        vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
-        own, key = queries + 2 * row * size, 0
-        while key < count:
-            k, y = keys + 2 * key * size, results + 4 * (row * stride + key)
-            if count - key >= 16 // vectors:
-                if vectors == 4:
-                    _FOUR_KEYS_OF_4(k, own, size, y, stride)
-                elif vectors == 2:
-                    _EIGHT_KEYS_OF_2(k, own, size, y, stride)
-                else:
-                    _MANY_KEYS_OF_1(k, own, size, y, stride)
-                key += 16 // vectors
-            else:
-                for more in range(vectors):
-                    _ONE_KEY(k, own + 2 * more * size, size, y + 4 * more * stride, stride)
-                key += 1
-        row += vectors
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
-def add_weighted(x: Any, size: Any, count: Any, weights: Any, positions: Any, rows: Any, results: Any) -> None:
-    """Add `count` bfloat16 vectors of `size` values at `x`, each times its weight, to `rows` contiguous float32 results."""
-    row = 0
-    while row < rows:
-        four = row + 4 <= rows
-        w = weights + 4 * row * positions
-        first = 0
-        while first < size:
-            v, y = x + 2 * first, results + 4 * (row * size + first)
-            if first + 64 <= size:
-                if four:
-                    _FOUR_OF_MANY(v, size, count, w, positions, y, size)
-                else:
-                    _ONE_OF_MANY(v, size, count, w, positions, y, size)
-                first += 64
-            elif first + 16 <= size:
-                if four:
-                    _FOUR_OF_SOME(v, size, count, w, positions, y, size)
-                else:
-                    _ONE_OF_SOME(v, size, count, w, positions, y, size)
-                first += 16
-            else:
-                for more in range(4 if four else 1):
-                    _ONE_OF_ONE(v, size, count, w + 4 * more * positions, positions, y + 4 * more * size, size)
-                first += 1
-        row += 4 if four else 1
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
-def add_weighted_pairs(x: Any, size: Any, count: Any, weights: Any, positions: Any, rows: Any, results: Any) -> None:
-    """`add_weighted` for bfloat16 weights, an even number of vectors, and sizes that are multiples of 32."""
-    row = 0
-    while row < rows:
-        four = row + 4 <= rows
-        w = weights + 2 * row * positions
-        first = 0
-        while first < size:
-            v, y = x + 2 * first, results + 4 * (row * size + first)
-            if first + 64 <= size:
-                if four:
-                    _FOUR_PAIRS_OF_MANY(v, size, count, w, positions, y, size)
-                else:
-                    _ONE_PAIR_OF_MANY(v, size, count, w, positions, y, size)
-                first += 64
-            else:
-                if four:
-                    _FOUR_PAIRS(v, size, count, w, positions, y, size)
-                else:
-                    _ONE_PAIR(v, size, count, w, positions, y, size)
-                first += 32
-        row += 4 if four else 1
 
 
 @helper
@@ -168,12 +85,6 @@ def angles_of(job: Any, sequence: Any) -> Any:
 
 
 @inline
-def slot_of(job: Any, blocks_M: Any, position: Any) -> Any:
-    """Return the slot of the cache that holds a sequence's position."""
-    return blocks_M[position // job.block_size] * job.block_size + position % job.block_size
-
-
-@inline
 def _first_seen(window: Any, past: Any) -> Any:
     """Return the first position that the new position may attend to."""
     first = 0
@@ -184,18 +95,21 @@ def _first_seen(window: Any, past: Any) -> Any:
     return first
 
 
+@inline
+def _of_group(job: Any, vectors: Any, scales: Any, group: Any) -> Any:
+    """Return the cached vectors of one group, as `cached_vectors` takes them."""
+    own = 4 * group * (job.group_stride // job.size) if scales != 0 else 0
+    return vectors + value_bytes(scales) * group * job.group_stride, scales + own, job.size
+
+
 @helper
 def _append(job: Any, sequence: Any, group: Any, slot: Any, cosine_R: Any, sine_R: Any) -> None:
     """Rotate the new key, and write the rotated key and the new value into the cache."""
-    size = job.size
-    new = 2 * (group * job.group_stride + slot * size)
-    key_E, value_E = numba.carray(halves(job.keys + new), (size,)), numba.carray(halves(job.values + new), (size,))
-    turned_E = np.empty(size, np.float32)
+    size, turned_E = job.size, np.empty(job.size, np.float32)
     rotate_head(job.key + 2 * (sequence * job.key_stride + group * size), cosine_R, sine_R, turned_E)
-    given_E = numba.carray(halves(job.value + 2 * (sequence * job.value_stride + group * size)), (size,))
-    for index in range(size):
-        key_E[index] = narrow(turned_E[index])
-        value_E[index] = given_E[index]
+    keep_vector(_of_group(job, job.keys, job.key_scales, group), slot, turned_E)
+    value_E = wide_vector(job.value + 2 * (sequence * job.value_stride + group * size), size)
+    keep_vector(_of_group(job, job.values, job.value_scales, group), slot, value_E)
 
 
 @inline
@@ -225,12 +139,6 @@ def softmax_piece(scores_RP: Any, scale: Any, totals_R2: Any) -> None:
         totals_R2[row, 0], totals_R2[row, 1] = largest, exponentials(own, positions, scale, largest)
 
 
-@inline
-def takes_pairs(size: Any) -> Any:
-    """Return whether pairs of bfloat16 are multiplied, in heads of this size."""
-    return MULTIPLIES_BFLOAT16 and size % 32 == 0
-
-
 @helper
 def _prepare_queries(address: Any, cosine_R: Any, sine_R: Any, query_RE: Any, rounded_RE: Any) -> None:
     """Rotate the queries of a group, and round them to bfloat16 where pairs of it are multiplied."""
@@ -240,59 +148,6 @@ def _prepare_queries(address: Any, cosine_R: Any, sine_R: Any, query_RE: Any, ro
     for row in range(rounded_RE.shape[0]):
         for index in range(size):
             rounded_RE[row, index] = narrow(query_RE[row, index])
-
-
-@inline
-def _run(job: Any, place: Any, end: Any) -> Any:
-    """Return how many positions from this one on, up to `end`, lie in one block."""
-    return min(job.block_size - place % job.block_size, end - place)
-
-
-@helper
-def add_values(job: Any, cache: Any, size: Any, blocks_M: Any, first: Any, weights_RP: Any, sums: Any) -> None:
-    """Write the sums of the values from position `first` on, times their weights, to the float32 results at `sums`.
-
-    cache: address of the values of all slots, [slots, size] bfloat16.
-    """
-    table, (rows, positions) = kernels_at(job.kernels), weights_RP.shape
-    sum_RE, place, end = numba.carray(floats(sums), (rows, size)), first, first + positions
-    sum_RE[:] = np.float32(0.0)
-    rounded_RP = np.empty((rows, positions if takes_pairs(size) else 0), np.uint16)
-    for row in range(rows):
-        for index in range(rounded_RP.shape[1]):
-            rounded_RP[row, index] = narrow(weights_RP[row, index])
-    while place < end:
-        count = _run(job, place, end)
-        values = cache + 2 * slot_of(job, blocks_M, place) * size
-        if takes_pairs(size):  # an odd position and the next one are no pair, in blocks and in contiguous memory
-            count = 1 if place % 2 == 1 or count == 1 else count & -2
-        if takes_pairs(size) and count > 1:
-            weights = address_of(rounded_RP) + 2 * (place - first)
-            call(table.add_weighted_pairs, (values, size, count, weights, positions, rows, sums))
-        else:
-            weights = address_of(weights_RP) + 4 * (place - first)
-            call(table.add_weighted, (values, size, count, weights, positions, rows, sums))
-        place += count
-    keep(rounded_RP)
-
-
-@helper
-def score_keys(job: Any, cache: Any, size: Any, blocks_M: Any, first: Any, queries: Any, scores_RP: Any) -> None:
-    """Write the products of the keys from position `first` on with the rotated queries, whose address is given.
-
-    cache: address of the keys of all slots, [slots, size] bfloat16.
-    """
-    table, (rows, positions) = kernels_at(job.kernels), scores_RP.shape
-    place, end = first, first + positions
-    while place < end:
-        count = _run(job, place, end)
-        keys = cache + 2 * slot_of(job, blocks_M, place) * size
-        results = address_of(scores_RP) + 4 * (place - first)
-        if takes_pairs(size):
-            call(table.multiply_keys, (keys, size, count, queries, positions, rows, results))
-        else:
-            call(table.multiply_wide, (keys, 0, 1, count, size, queries, rows, results, positions))
-        place += count
 
 
 @kernel(BLOCK, calls=("multiply_wide", *PRODUCTS, "add_weighted"))
@@ -318,12 +173,12 @@ def attend_piece(address: Any, work: Any) -> None:
     first = _first_seen(job.window, past) + PIECE * piece
     scores_RP = np.empty((per_group, min(PIECE, past + 1 - first)), np.float32)
     prepared = address_of(rounded_RE) if takes_pairs(size) else address_of(query_RE)
-    own = 2 * group * job.group_stride
-    score_keys(job, job.keys + own, size, blocks_M, first, prepared, scores_RP)
+    score_keys(job, _of_group(job, job.keys, job.key_scales, group), blocks_M, first, prepared, scores_RP)
     keep(query_RE)
     keep(rounded_RE)
     softmax_piece(scores_RP, job.scale, numba.carray(floats(job.totals + 8 * work * per_group), (per_group, 2)))
-    add_values(job, job.values + own, size, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size)
+    values = _of_group(job, job.values, job.value_scales, group)
+    add_values(job, values, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size)
     if job.most == 1:
         _finish(job, sequence, group, work, 1)
 
@@ -391,7 +246,7 @@ def attend(address: Any) -> None:
     )
     job.most = most
     job.begins, job.sums, job.totals = address_of(begins_B), address_of(sums_WRE), address_of(totals_WR2)
-    loop = loop_for(table, 4 * job.groups * job.size * positions)  # keys and values in bfloat16
+    loop = loop_for(table, 2 * value_bytes(job.key_scales) * job.groups * job.size * positions)  # keys and values
     if job.repeats != 0 or job.most > 1:
         call(loop, (table.append_block, address, job.sequences * job.groups))
     call(loop, (table.attend_piece, address, begins_B[-1]))

@@ -15,7 +15,9 @@ from numba.extending import intrinsic
 from engine.kernels.compiler.arithmetic import FIRST, HIGHEST, LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, SERIES
 from engine.kernels.compiler.instructions import (
     AHEAD,
+    BYTE,
     FLOAT,
+    FLOATS,
     IN_ORDER,
     INDEX,
     INT,
@@ -128,28 +130,64 @@ def exponentials(context: Any, address: Any, count: Any, scale: Any, largest: An
     return types.float32(types.int64, types.int64, types.float32, types.float32), generate
 
 
+def _of_either_width(builder: Any, width: Any, emit: Any) -> None:
+    """Emit code for values of 8 bits and of bfloat16, chosen by the bytes of a value. emit: a function of these bytes."""
+    with builder.if_else(builder.icmp_signed("==", width, INDEX(1))) as (bytes_then, halves_then):
+        with bytes_then:
+            emit(1)
+        with halves_then:
+            emit(2)
+
+
+def _floats_of_bytes(builder: Any, address: Any, size: int) -> Any:
+    """Return `size` signed bytes as float32."""
+    stored = builder.load(builder.inttoptr(address, many(BYTE, size).as_pointer()), align=1)
+    return builder.sitofp(builder.sext(stored, many(INT, size)), many(FLOAT, size))
+
+
+def _paired(builder: Any, low: Any, high: Any) -> Any:
+    """Return pairs of bfloat16 of two vectors of float32, whose values bfloat16 holds exactly."""
+    half = ir.Constant(INTS, [16] * LANES)
+    return builder.or_(builder.lshr(builder.bitcast(low, INTS), half), builder.bitcast(high, INTS))
+
+
+def _neighbors(builder: Any, address: Any) -> Any:
+    """Return 32 signed bytes as pairs of bfloat16, each value and the next one."""
+    stored = builder.load(builder.inttoptr(address, ir.VectorType(BYTE, _WIDE).as_pointer()), align=1)
+    both, half = builder.bitcast(builder.sext(stored, ir.VectorType(SHORT, _WIDE)), INTS), ir.Constant(INTS, [16] * LANES)
+    low, high = builder.ashr(builder.shl(both, half), half), builder.ashr(both, half)
+    return _paired(builder, builder.sitofp(low, FLOATS), builder.sitofp(high, FLOATS))
+
+
 def scores_tile(keys: int, queries: int) -> Any:
-    """Return a function of (address of bfloat16 keys, address of queries, their size E, address of the results, stride).
+    """Return a function of (address of keys, bytes of a number of a key, address of bfloat16 queries, their size E, address
+    of the results, stride).
 
     The product of key k and query r goes to place `k + r · stride` of the float32 results. E is a multiple of 32. Every tile
     adds up a product in the same order.
     """
 
-    def tile(context: Any, keys_KE: Any, queries_RE: Any, size: Any, results: Any, stride: Any) -> Any:
-        return types.void(*[types.int64] * 5), generate
+    def tile(context: Any, keys_KE: Any, width: Any, queries_RE: Any, size: Any, results: Any, stride: Any) -> Any:
+        return types.void(*[types.int64] * 6), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        key_address, query_address, size, result_address, stride = arguments
-        key_rows = [at(builder, key_address, builder.mul(size, INDEX(k)), 2) for k in range(keys)]
+        key_address, width, *others = arguments
+        _of_either_width(builder, width, lambda own: emit(builder, key_address, own, *others))
+        return context.get_dummy_value()
+
+    def emit(
+        builder: Any, key_address: Any, width: int, query_address: Any, size: Any, result_address: Any, stride: Any
+    ) -> None:
+        key_rows = [at(builder, key_address, builder.mul(size, INDEX(k)), width) for k in range(keys)]
         query_rows = [at(builder, query_address, builder.mul(size, INDEX(r)), 2) for r in range(queries)]
 
         def dots(index: Any, sums: list[Any]) -> list[Any]:
             queries_R = [load(builder, at(builder, row, index, 2), INTS) for row in query_rows]
             made: list[Any] = [None] * len(sums)
             for k, row in enumerate(key_rows):
-                place = at(builder, row, index, 2)
+                place = at(builder, row, index, width)
                 fetch(builder, builder.add(place, INDEX(AHEAD[16])))
-                key = load(builder, place, INTS)
+                key = _neighbors(builder, place) if width == 1 else load(builder, place, INTS)
                 for r, query in enumerate(queries_R):
                     made[r * keys + k] = add_pairs(builder, sums[r * keys + k], key, query)
             return made
@@ -158,21 +196,20 @@ def scores_tile(keys: int, queries: int) -> Any:
         if keys * queries == 1:
             (total,) = added_up(builder, sums)
             builder.store(total, builder.inttoptr(result_address, FLOAT.as_pointer()), align=4)
-            return context.get_dummy_value()
+            return
         totals, kind = added_up_in_lanes(builder, sums), many(FLOAT, keys)
         for r in range(queries):
             lanes = ir.Constant(ir.VectorType(INT, keys), list(range(r * keys, (r + 1) * keys)))
             place = at(builder, result_address, builder.mul(stride, INDEX(r)), 4)
             own = builder.shuffle_vector(totals, totals, lanes)
             builder.store(own, builder.inttoptr(place, kind.as_pointer()), align=4)
-        return context.get_dummy_value()
 
     return intrinsic(tile)
 
 
 def _weigher(rows: int, weight_bytes: int, parts: int, lanes: int, vectors: int, taking: Any) -> Any:
-    """Return a function of (address of P bfloat16 vectors, values from one vector to the next, P, address of R rows of P
-    weights, values from one row to the next, address of the results, stride).
+    """Return a function of (address of P vectors, bytes of a value, values from one vector to the next, P, address of R rows
+    of P weights, values from one row to the next, address of the results, stride).
 
     The function adds Σ_p weight_rp · vector_p, of `parts · lanes` values, to the float32 results of row r at `r · stride`,
     so many vectors at a time. taking: returns the body of that loop, whose sums are those of each part by row.
@@ -180,23 +217,35 @@ def _weigher(rows: int, weight_bytes: int, parts: int, lanes: int, vectors: int,
     kind = many(FLOAT, lanes)
 
     def weigh(
-        context: Any, x_PE: Any, step: Any, count: Any, weights_RP: Any, weight_stride: Any, results: Any, stride: Any
+        context: Any,
+        x_PE: Any,
+        width: Any,
+        step: Any,
+        count: Any,
+        weights_RP: Any,
+        weight_stride: Any,
+        results: Any,
+        stride: Any,
     ) -> Any:
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 8), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x_address, step, count, weight_address, weight_stride, result_address, stride = arguments
+        x_address, width, *others = arguments
+        _of_either_width(builder, width, lambda own: emit(builder, x_address, own, others))
+        return context.get_dummy_value()
+
+    def emit(builder: Any, x_address: Any, width: int, others: list[Any]) -> None:
+        step, count, weight_address, weight_stride, result_address, stride = others
         weight_rows = [at(builder, weight_address, builder.mul(weight_stride, INDEX(r)), weight_bytes) for r in range(rows)]
         places = [
             at(builder, result_address, builder.add(builder.mul(stride, INDEX(r)), INDEX(lanes * part)), 4)
             for part in range(parts)
             for r in range(rows)
         ]
-        body = taking(builder, x_address, step, weight_rows)
+        body = taking(builder, x_address, width, step, weight_rows)
         sums = loop(builder, INDEX(0), count, vectors, [load(builder, place, kind) for place in places], body)
         for place, total in zip(places, sums, strict=True):
             builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
-        return context.get_dummy_value()
 
     return intrinsic(weigh)
 
@@ -204,9 +253,10 @@ def _weigher(rows: int, weight_bytes: int, parts: int, lanes: int, vectors: int,
 def weigh(rows: int, size: int) -> Any:
     """Return a weigher of `size` values with float32 weights, one vector at a time."""
 
-    def taking(builder: Any, x_address: Any, step: Any, weight_rows: list[Any]) -> Any:
+    def taking(builder: Any, x_address: Any, width: int, step: Any, weight_rows: list[Any]) -> Any:
         def add(index: Any, sums: list[Any]) -> list[Any]:
-            x = widened(builder, at(builder, x_address, builder.mul(index, step), 2), size)
+            place = at(builder, x_address, builder.mul(index, step), width)
+            x = _floats_of_bytes(builder, place, size) if width == 1 else widened(builder, place, size)
             weights = [repeated(builder, load(builder, at(builder, row, index, 4), FLOAT), size) for row in weight_rows]
             return [add_product(builder, total, weight, x) for total, weight in zip(sums, weights, strict=True)]
 
@@ -221,19 +271,28 @@ def weigh_pairs(rows: int, parts: int) -> Any:
     halves = [[lane // 2 + half + (_WIDE if lane % 2 else 0) for lane in range(_WIDE)] for half in (0, LANES)]
     places_of_pairs = [ir.Constant(ir.VectorType(INT, _WIDE), own) for own in halves]
 
-    def taking(builder: Any, x_address: Any, step: Any, weight_rows: list[Any]) -> Any:
+    def pairs_of(builder: Any, places: list[Any], width: int) -> list[Any]:
+        """Return the pairs of the first 16 values of two vectors, and those of the next 16."""
+        if width == 1:
+            each = [
+                [_floats_of_bytes(builder, builder.add(place, INDEX(half)), LANES) for place in places]
+                for half in (0, LANES)
+            ]
+            return [_paired(builder, *both) for both in each]
+        own = [load(builder, place, shorts) for place in places]
+        return [builder.bitcast(builder.shuffle_vector(*own, mixed), INTS) for mixed in places_of_pairs]
+
+    def taking(builder: Any, x_address: Any, width: int, step: Any, weight_rows: list[Any]) -> Any:
         def add(index: Any, sums: list[Any]) -> list[Any]:
-            first = at(builder, x_address, builder.mul(index, step), 2)
-            second = at(builder, first, step, 2)
+            first = at(builder, x_address, builder.mul(index, step), width)
+            second = at(builder, first, step, width)
             weights = [repeated(builder, load(builder, at(builder, row, index, 2), INT), LANES) for row in weight_rows]
             made: list[Any] = []
             for part in range(parts):
-                places = [at(builder, vector, INDEX(_WIDE * part), 2) for vector in (first, second)]
-                own = [load(builder, place, shorts) for place in places]
+                places = [at(builder, vector, INDEX(_WIDE * part), width) for vector in (first, second)]
                 for place in places:
                     fetch(builder, builder.add(place, INDEX(AHEAD[16])))
-                for mixed in places_of_pairs:
-                    pairs = builder.bitcast(builder.shuffle_vector(*own, mixed), INTS)
+                for pairs in pairs_of(builder, places, width):
                     made += [add_pairs(builder, sums[len(made) + r], pairs, weights[r]) for r in range(rows)]
             return made
 

@@ -275,7 +275,8 @@ def attend(
     attend.
 
     inputs: query [B, H, E], key and value [B, G, E], cosine and sine [B, R]; strides: values from one sequence's query, key
-    and value to the next one's. cache: keys and values [G, slots, E], with `group_stride` values from one group to the next.
+    and value to the next one's. cache: keys and values [G, slots, E], with `group_stride` values from one group to the next,
+    and where they have 8 bits, the scales of both [G, slots].
     shape: B, H, G, E and R. places: blocks int64 [B, M] of each sequence, filled positions int64 [B], positions per block,
     and whether several of the B may be positions of one sequence, each of which then also attends to those before it.
     window: size of the sliding window, a negative size of chunks, or None for neither. scale: factor of the scores.
@@ -288,7 +289,7 @@ def attend(
         kernels=TABLE_ADDRESS,
         **dict(zip(("query", "key", "value", "cosine", "sine"), inputs, strict=True)),
         **dict(zip(("query_stride", "key_stride", "value_stride"), strides, strict=True)),
-        **dict(zip(("keys", "values"), cache, strict=True)),
+        **dict(zip(("keys", "values", "key_scales", "value_scales"), cache, strict=False)),
         group_stride=group_stride,
         sequences=sequences,
         heads=heads,
@@ -332,9 +333,9 @@ def attend_latent(
 
     inputs: query [B, H, N + R], latent vector [B, C], key [B, R], cosine and sine [B, R], contiguous bfloat16; queries and
     keys are not yet rotated. strides: values from one sequence's query, latent vector and key to the next one's. cache:
-    latent vectors [slots, C] and rotated keys [slots, R]. up: [H, N + V, C]. shape: B, H, N, R, C and V. places: as in
-    `attend`. scale: factor of the scores. pairs: whether neighbors are rotated together. Returns [B, H, V] as the bits of
-    bfloat16.
+    latent vectors [slots, C] and rotated keys [slots, R], and where they have 8 bits, the scales of both [slots]. up: [H, N
+    + V, C]. shape: B, H, N, R, C and V. places: as in `attend`. scale: factor of the scores. pairs: whether neighbors are
+    rotated together. Returns [B, H, V] as the bits of bfloat16.
     """
     (sequences, heads, _, _, _, value_size), (blocks_BM, past_B, block_size, _) = shape, places
     mixed_BHV = np.empty((sequences, heads, value_size), np.uint16)
@@ -343,7 +344,7 @@ def attend_latent(
         kernels=TABLE_ADDRESS,
         **dict(zip(("query", "latent", "key", "cosine", "sine"), inputs, strict=True)),
         **dict(zip(("query_stride", "latent_stride", "key_stride"), strides, strict=True)),
-        **dict(zip(("keys", "values"), cache, strict=True)),
+        **dict(zip(("keys", "values", "key_scales", "value_scales"), cache, strict=False)),
         up=up,
         **dict(zip(("sequences", "heads", "plain", "rotated", "rank", "value_size"), shape, strict=True)),
         pairs=int(pairs),

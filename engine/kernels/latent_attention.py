@@ -11,17 +11,16 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention import (
-    NO_SINK,
-    PIECE,
+from engine.kernels.attention import NO_SINK, PIECE, angles_of, join_pieces, softmax_piece
+from engine.kernels.cached_vectors import (
+    BFLOAT16_BYTES,
     PRODUCTS,
     add_values,
-    angles_of,
-    join_pieces,
+    keep_vector,
     score_keys,
     slot_of,
-    softmax_piece,
     takes_pairs,
+    value_bytes,
 )
 from engine.kernels.compiler.arithmetic import narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
@@ -37,6 +36,7 @@ LATENT = np.dtype(
         *((f"{name}_stride", np.int64) for name in ("query", "latent", "key")),  # values from one sequence to the next
         *((name, np.int64) for name in ("cosine", "sine")),  # [B, R] bfloat16
         *((name, np.int64) for name in ("keys", "values")),  # the cache: latent vectors [slots, C], rotated keys [slots, R]
+        *((name, np.int64) for name in ("key_scales", "value_scales")),  # float32 [slots] where these have 8 bits, or 0
         ("up", np.int64),  # [H, N + V, C] bfloat16
         ("sequences", np.int64),
         ("heads", np.int64),  # H
@@ -106,12 +106,25 @@ def latent_query_block(address: Any, work: Any) -> None:
     query = job.query + 2 * (sequence * job.query_stride + head * (job.plain + job.rotated))
     plain_N, own_C = wide_vector(query, job.plain), np.zeros(job.rank, np.float32)
     up, add = job.up + 2 * head * (job.plain + job.value_size) * job.rank, kernels_at(job.kernels).add_weighted
-    call(add, (up, job.rank, job.plain, address_of(plain_N), job.plain, np.int64(1), address_of(own_C)))
+    given, made = address_of(plain_N), address_of(own_C)
+    call(add, (up, BFLOAT16_BYTES, job.rank, job.plain, given, job.plain, np.int64(1), made))
     keep(plain_N)
     _keep_query(own_C, job.absorbed + work * job.rank * _bytes(job.rank))
     turned_R = np.empty(job.rotated, np.float32)
     _turn(job, sequence, query + 2 * job.plain, turned_R)
     _keep_query(turned_R, job.turned + work * job.rotated * _bytes(job.rotated))
+
+
+@inline
+def _latents(job: Any) -> Any:
+    """Return the cached latent vectors, as `cached_vectors` takes them."""
+    return job.keys, job.key_scales, job.rank
+
+
+@inline
+def _rotated_keys(job: Any) -> Any:
+    """Return the cached rotated keys, as `cached_vectors` takes them."""
+    return job.values, job.value_scales, job.rotated
 
 
 @helper
@@ -120,15 +133,13 @@ def _append(job: Any, sequence: Any) -> None:
     past = numba.carray(integers(job.past), (job.sequences,))[sequence]
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
     slot = slot_of(job, blocks_M, past)
-    latent_C = numba.carray(halves(job.keys + 2 * slot * job.rank), (job.rank,))
-    given_C = numba.carray(halves(job.latent + 2 * sequence * job.latent_stride), (job.rank,))
-    for index in range(job.rank):
-        latent_C[index] = given_C[index]
-    turned_R = np.empty(job.rotated, np.float32)
-    key_R = numba.carray(halves(job.values + 2 * slot * job.rotated), (job.rotated,))
+    latent_C, turned_R = (
+        wide_vector(job.latent + 2 * sequence * job.latent_stride, job.rank),
+        np.empty(job.rotated, np.float32),
+    )
+    keep_vector(_latents(job), slot, latent_C)
     _turn(job, sequence, job.key + 2 * sequence * job.key_stride, turned_R)
-    for index in range(job.rotated):
-        key_R[index] = narrow(turned_R[index])
+    keep_vector(_rotated_keys(job), slot, turned_R)
 
 
 @kernel(BLOCK, calls=("multiply_wide", *PRODUCTS, "add_weighted"))
@@ -148,13 +159,13 @@ def latent_piece(address: Any, work: Any) -> None:
     query = sequence * job.heads + head
     absorbed = job.absorbed + query * job.rank * _bytes(job.rank)
     turned = job.turned + query * job.rotated * _bytes(job.rotated)
-    score_keys(job, job.keys, job.rank, blocks_M, first, absorbed, scores_HP)
-    score_keys(job, job.values, job.rotated, blocks_M, first, turned, more_HP)
+    score_keys(job, _latents(job), blocks_M, first, absorbed, scores_HP)
+    score_keys(job, _rotated_keys(job), blocks_M, first, turned, more_HP)
     for row in range(rows):
         for position in range(positions):
             scores_HP[row, position] += more_HP[row, position]
     softmax_piece(scores_HP, job.scale, numba.carray(floats(job.totals + 8 * work * HEADS), (rows, 2)))
-    add_values(job, job.keys, job.rank, blocks_M, first, scores_HP, job.sums + 4 * work * HEADS * job.rank)
+    add_values(job, _latents(job), blocks_M, first, scores_HP, job.sums + 4 * work * HEADS * job.rank)
 
 
 @kernel(BLOCK, calls=("multiply_wide", *PRODUCTS))
@@ -174,7 +185,7 @@ def latent_value_block(address: Any, work: Any) -> None:
     up = job.up + 2 * (head * (job.plain + job.value_size) + job.plain) * rank
     given, made, table = address_of(prepared), address_of(value_V), kernels_at(job.kernels)
     if takes_pairs(rank):
-        call(table.multiply_keys, (up, rank, job.value_size, given, job.value_size, np.int64(1), made))
+        call(table.multiply_keys, (up, BFLOAT16_BYTES, rank, job.value_size, given, job.value_size, np.int64(1), made))
     else:
         call(table.multiply_wide, (up, 0, 1, job.value_size, rank, given, 1, made, job.value_size))
     keep(prepared)
@@ -201,7 +212,8 @@ def attend_latent(address: Any) -> None:
     job.sums, job.totals = address_of(sums_WHC), address_of(totals_WH2)
     loop = loop_for(table, 2 * heads * job.plain * job.rank)
     call(loop, (table.latent_query_block, address, heads))
-    call(loop_for(table, 2 * parts * positions * (job.rank + job.rotated)), (table.latent_piece, address, begins_B[-1]))
+    read = value_bytes(job.key_scales) * parts * positions * (job.rank + job.rotated)
+    call(loop_for(table, read), (table.latent_piece, address, begins_B[-1]))
     call(loop, (table.latent_value_block, address, heads))
     keep(absorbed)
     keep(turned)

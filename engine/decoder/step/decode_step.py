@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.decoder.attention import Attention, Positions
 from engine.decoder.experts import MoeBlock
-from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.kv_cache import COMPILED_DTYPES, KeyValueCache
 from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, SigmoidTopK, Skipping, rule_of
@@ -74,7 +74,7 @@ class DecodeStep:
         if isinstance(cache, PagedBatch) and not cache.is_step:
             return None
         kernels = positions.choice.for_few(batch * length, x_BLD, positions.cosine)
-        if kernels is None or cache.dtype != torch.bfloat16 or not self._knows(kernels):
+        if kernels is None or cache.dtype not in COMPILED_DTYPES or not self._knows(kernels):
             return None
         tokens = batch * length
         assert self._tables is not None and self._outside is not None
@@ -142,9 +142,9 @@ class DecodeStep:
         records = self._tables.latent if is_latent else self._tables.attention
         for name, value in values.items():
             records[name][layers] = value
-        records["keys"][layers], records["values"][layers] = zip(
-            *(cache.addresses(int(layer)) for layer in layers), strict=True
-        )
+        stored = [(*cache.addresses(int(layer)), *cache.scale_addresses(int(layer))) for layer in layers]
+        for name, addresses in zip(("keys", "values", "key_scales", "value_scales"), zip(*stored, strict=True), strict=True):
+            records[name][layers] = addresses
         return *turns, blocks_BM, past_B
 
     def forget(self) -> None:

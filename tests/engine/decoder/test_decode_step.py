@@ -28,7 +28,7 @@ from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.decoder.routing import Selection, Skipping
 from engine.decoder.step import tables
 from engine.decoder.step.decode_step import DecodeStep
-from engine.kernels.kernel_choice import DECODING, TORCH
+from engine.kernels.kernel_choice import DECODING, TORCH, KernelChoice
 from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
 
 TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1))
@@ -59,21 +59,27 @@ def served(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return taken
 
 
-def decoded(decoder: Decoder, tokens_BL: Tensor, at_once: int = 1) -> Tensor:
-    """Return the logits after 4 tokens, reading `at_once` tokens at a time."""
-    cache = KeyValueCache(decoder.config, len(tokens_BL), tokens_BL.shape[1], torch.bfloat16)
+def decoded(
+    decoder: Decoder,
+    tokens_BL: Tensor,
+    at_once: int = 1,
+    kept: torch.dtype = torch.bfloat16,
+    choice: KernelChoice = DECODING,
+) -> Tensor:
+    """Return the logits after 4 tokens, reading `at_once` tokens at a time. kept: dtype of keys and values."""
+    cache = KeyValueCache(decoder.config, len(tokens_BL), tokens_BL.shape[1], kept)
     with torch.inference_mode():
         decoder.last_logits(tokens_BL[:, :4], None, cache)
         parts = tokens_BL[:, 4:].split(at_once, dim=1)
         read = decoder if at_once == 1 else decoder.step_logits
-        return torch.cat([read(part, cache=cache, choice=DECODING) for part in parts], dim=1)
+        return torch.cat([read(part, cache=cache, choice=choice) for part in parts], dim=1)
 
 
-def served_together(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
+def served_together(decoder: Decoder, tokens_BL: Tensor, kept: torch.dtype = torch.bfloat16) -> Tensor:
     """Return the logits of three steps of a paged cache, where texts have different lengths and lie in several blocks."""
     config = decoder.config
-    size = position_bytes(config, torch.bfloat16) * 96 + state_bytes(config, torch.bfloat16) * len(tokens_BL)
-    cache = PagedCache(config, size, torch.bfloat16, block_size=4, sequences=len(tokens_BL))
+    size = position_bytes(config, kept) * 96 + state_bytes(config, kept) * len(tokens_BL)
+    cache = PagedCache(config, size, kept, block_size=4, sequences=len(tokens_BL))
     texts, tables, found = [row.tolist() for row in tokens_BL], [BlockTable() for _ in tokens_BL], []
     with torch.inference_mode():
         for row, (text, table) in enumerate(zip(texts, tables, strict=True)):
@@ -133,6 +139,29 @@ def test_a_step_gives_the_bits_of_the_layers(
     assert torch.equal(served_together(whole, TOKENS[first:]), served_together(layers, TOKENS[first:]))
     assert taken and all(taken)
     assert not is_called_back(step)
+
+
+@needs_numba
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4_text"])
+def test_a_step_reads_keys_and_values_of_8_bits_as_they_are_stored(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Families with plain, grouped, latent and windowed attention, and with a state beside it."""
+    save_reference(family, tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    whole, layers = (Decoder(checkpoint.config, checkpoint.source(torch.bfloat16)) for _ in range(2))
+    layer_by_layer(layers, monkeypatch)
+    taken = served(whole, monkeypatch)
+    for tokens_BL, at_once in ((TOKENS, 1), (TOKENS[:1], 3)):
+        if at_once == 1 or family not in HAVE_STATES:
+            own, plain = (decoded(each, tokens_BL, at_once, torch.int8) for each in (whole, layers))
+            assert torch.equal(own, plain)
+    assert torch.equal(served_together(whole, TOKENS, torch.int8), served_together(layers, TOKENS, torch.int8))
+    assert taken and all(taken)
+    found, expected = (decoded(whole, TOKENS[:1], 1, torch.int8, choice).float() for choice in (DECODING, TORCH))
+    assert float((found - expected).abs().max()) <= 0.05 * float(expected.abs().max())
+    exact = decoded(whole, TOKENS[:1], 1, torch.bfloat16, TORCH).float()
+    assert not torch.equal(found, exact), "rounding to 8 bits changes logits"
 
 
 def is_called_back(step: DecodeStep) -> bool:
@@ -322,11 +351,10 @@ def test_what_the_kernels_do_not_know_goes_through_the_layers(tmp_path: Path, mo
     assert not any(taken)
     taken.clear()
     assert torch.equal(decoded(decoder, TOKENS), expected) and all(taken)  # its own rule is used again
-    for cache_dtype in (torch.float16, torch.int8):
-        cache = KeyValueCache(checkpoint.config, 1, 4, cache_dtype)
-        with torch.inference_mode():
-            decoder.last_logits(TOKENS[:1, :1], None, cache, DECODING)
-    assert taken[-2:] == [False, False]
+    cache = KeyValueCache(checkpoint.config, 1, 4, torch.float16)
+    with torch.inference_mode():
+        decoder.last_logits(TOKENS[:1, :1], None, cache, DECODING)
+    assert not taken[-1]
 
 
 @needs_numba

@@ -21,7 +21,7 @@ import engine.kernels.kernel_choice
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.attention import rotate
 from engine.decoder.block_pool import BlockTable
-from engine.decoder.kv_cache import KeyValueCache, position_bytes
+from engine.decoder.kv_cache import KeyValueCache, position_bytes, to_int8
 from engine.decoder.model import Decoder
 from engine.decoder.norms import rms_norm
 from engine.decoder.paged_cache import PagedBatch, PagedCache
@@ -146,15 +146,26 @@ def test_attention_equals_the_textbook(
 
 
 def attended(
-    past: list[int], shape: tuple[int, int, int], window: int | None, block_size: int = 32, threads: int = 1
+    past: list[int],
+    shape: tuple[int, int, int],
+    window: int | None,
+    block_size: int = 32,
+    threads: int = 1,
+    *,
+    in_bytes: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the kernel's result for sequences whose positions were drawn, and that of the textbook in float64."""
+    """Return the kernel's result for sequences whose positions were drawn, and that of the textbook in float64.
+
+    in_bytes: whether the cache has 8 bits; the textbook then computes with the rounded keys and values.
+    """
     heads, groups, size = shape
     kernels.use_threads(threads)
     mixed, expected = [], []
     most = max(past) // block_size + 1
     query, key, value = (torch.empty(len(past), count, size).bfloat16() for count in (heads, groups, groups))
-    keys, values = (torch.empty(groups, len(past) * most * block_size, size).bfloat16() for _ in range(2))
+    slots_of_all = len(past) * most * block_size
+    caches = [torch.empty(groups, slots_of_all, size, dtype=torch.int8 if in_bytes else torch.bfloat16) for _ in range(2)]
+    scales = [torch.empty(groups, slots_of_all) for _ in range(2 if in_bytes else 0)]
     blocks = torch.arange(len(past) * most).view(len(past), most).flip(1).contiguous()
     for row, position in enumerate(past):
         generator = torch.Generator().manual_seed(position)
@@ -163,7 +174,15 @@ def attended(
         own_keys, own_values = own[heads:].view(2, groups, position + 1, size)
         key[row], value[row] = own_keys[:, -1], own_values[:, -1]
         slots = [int(blocks[row, place // block_size]) * block_size + place % block_size for place in range(position)]
-        keys[:, slots], values[:, slots] = own_keys[:, :-1], own_values[:, :-1]
+        kept = [own_keys, own_values]
+        for part, own_part in enumerate((own_keys, own_values)):
+            if in_bytes:
+                rounded = to_int8(own_part)
+                kept[part] = rounded.integers.double() * rounded.scales[..., None]
+                scales[part][:, slots] = rounded.scales[:, :-1]
+                own_part = rounded.integers
+            caches[part][:, slots] = own_part[:, :-1]
+        own_keys, own_values = kept
         first = 0 if window is None else max(0, position + 1 - window)
         each = heads // groups
         scores = query[row].double().view(groups, each, size) @ own_keys[:, first:].double().mT * size**-0.5
@@ -172,9 +191,9 @@ def attended(
     mixed = kernels.attend(
         [tensor.data_ptr() for tensor in (query, key, value, ones, zeros)],
         [tensor.stride(0) for tensor in (query, key, value)],
-        [keys.data_ptr(), values.data_ptr()],
+        [part.data_ptr() for part in (*caches, *scales)],
         (len(past), heads, groups, size, size),
-        keys.stride(0),
+        caches[0].stride(0),
         (blocks.numpy(), np.array(past), block_size, False),
         window,
         size**-0.5,
@@ -183,34 +202,63 @@ def attended(
 
 
 @needs_numba
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("window", [None, 700])
-@pytest.mark.parametrize("shape", [(8, 2, 64), (5, 1, 96), (8, 1, 128), (2, 2, 40), (6, 1, 80)])
-def test_attention_over_several_pieces_equals_the_textbook(shape: tuple[int, int, int], window: int | None) -> None:
+@pytest.mark.parametrize("shape", [(8, 2, 64), (5, 1, 96), (8, 1, 128), (2, 2, 40), (6, 1, 80), (3, 3, 34)])
+def test_attention_over_several_pieces_equals_the_textbook(
+    shape: tuple[int, int, int], window: int | None, in_bytes: bool
+) -> None:
     """Pieces have 512 positions. Every number of queries of a group and every rest of a head's size is there."""
     past = [0, 1, 510, 511, 512, 1023, 1300]
-    mixed, expected = attended(past, shape, window)
+    mixed, expected = attended(past, shape, window, in_bytes=in_bytes)
     for got, wanted in zip(mixed.double(), expected, strict=True):
         assert (got - wanted).abs().max() <= 2**-8 * wanted.abs().max() + 2e-3
 
 
 @needs_numba
-def test_attention_has_the_same_bits_on_any_number_of_threads_and_in_any_company() -> None:
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_attention_has_the_same_bits_on_any_number_of_threads_and_in_any_company(in_bytes: bool) -> None:
     past = [1300, 3, 700, 511]
-    together, _ = attended(past, (8, 2, 64), None)
-    on_two, _ = attended(past, (8, 2, 64), None, threads=2)
+    together, _ = attended(past, (8, 2, 64), None, in_bytes=in_bytes)
+    on_two, _ = attended(past, (8, 2, 64), None, threads=2, in_bytes=in_bytes)
     assert torch.equal(together, on_two)
     for row, position in enumerate(past):
-        alone, _ = attended([position], (8, 2, 64), None, threads=2)
+        alone, _ = attended([position], (8, 2, 64), None, threads=2, in_bytes=in_bytes)
         assert torch.equal(alone[0], together[row])
 
 
 @needs_numba
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("window", [None, 514, 300])
-def test_attention_has_the_same_bits_in_blocks_and_in_contiguous_memory(window: int | None) -> None:
+def test_attention_has_the_same_bits_in_blocks_and_in_contiguous_memory(window: int | None, in_bytes: bool) -> None:
     past = [1300, 515, 700, 30]
-    contiguous, _ = attended(past, (7, 1, 64), window, block_size=2048)
+    contiguous, _ = attended(past, (7, 1, 64), window, block_size=2048, in_bytes=in_bytes)
     for block_size in (4, 32):
-        assert torch.equal(attended(past, (7, 1, 64), window, block_size)[0], contiguous)
+        assert torch.equal(attended(past, (7, 1, 64), window, block_size, in_bytes=in_bytes)[0], contiguous)
+
+
+@needs_numba
+def test_new_keys_and_values_are_rounded_to_8_bits_as_by_torch() -> None:
+    """Also a vector of zeros, whose scale is 0, and numbers exactly between two integers."""
+    between = torch.arange(-16.0, 16.0) + 0.5
+    between[0] = 127.0
+    given = torch.stack([torch.zeros(32), torch.randn(32, generator=torch.Generator().manual_seed(0)), between]).bfloat16()
+    keys, values = (torch.full((1, 96, 32), 99, dtype=torch.int8) for _ in range(2))
+    scales, turned = torch.full((2, 1, 96), 99.0), given.flip(0).contiguous()
+    ones, zeros = torch.ones(3, 32).bfloat16(), torch.zeros(3, 32).bfloat16()
+    kernels.attend(
+        [tensor.data_ptr() for tensor in (given, given, turned, ones, zeros)],
+        [32, 32, 32],
+        [part.data_ptr() for part in (keys, values, scales[0], scales[1])],
+        (3, 1, 1, 32, 32),
+        keys.stride(0),
+        (np.arange(3)[:, None], np.array([5, 5, 5]), 32, False),
+        None,
+        1.0,
+    )
+    for cache, own_scales, expected in ((keys, scales[0], to_int8(given)), (values, scales[1], to_int8(turned))):
+        assert torch.equal(cache[0, 5::32], expected.integers) and torch.equal(own_scales[0, 5::32], expected.scales)
+        assert int((cache == 99).sum()) == 93 * 32, "nothing else is written"
 
 
 @needs_numba
