@@ -4,9 +4,9 @@
 
 The models are random mixtures (8 experts, 2 chosen, hidden 2048, width 1792) in bfloat16: one of 16 heads of 128 dimensions
 on 4 of keys and values, and one with 16 heads on latent vectors of 512 and keys of 64 dimensions. The caches hold random
-keys and values. In each round all lengths take their turn, and so does a
-plain read of memory as large as the longest cache, with as many threads. The time that the additional bytes of a cache take
-at that speed is allowed; what remains is compared with the time after the shortest context.
+keys and values, in bfloat16 and in 8 bits. In each round all caches and lengths take their turn, and so does a plain read of
+memory as large as the longest cache, with as many threads. The time that the additional bytes of a cache take at that speed
+is allowed; what remains is compared with the time after the shortest context.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import torch
 from random_model import shape, write_random_model
 from results import markdown, save, times
 
-from engine.decoder.kv_cache import KeyValueCache, position_bytes
+from engine.decoder.kv_cache import KeyValueCache, position_bytes, to_int8
 from engine.decoder.model import Decoder
 from engine.generation.generate import Engine
 
 LENGTHS = (512, 4096, 32768)
+DTYPES = {"": torch.bfloat16, ", 8 bits": torch.int8}
+"""Dtypes of the caches, by what the table adds to the kind of attention."""
 STEPS = 4
 
 
@@ -45,12 +47,19 @@ def configs(layers: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def filled_cache(engine: Engine, length: int) -> KeyValueCache:
+def filled_cache(engine: Engine, length: int, dtype: torch.dtype) -> KeyValueCache:
     """Return a cache whose first positions are random."""
-    cache = KeyValueCache(engine.checkpoint.config, 1, length + STEPS, torch.bfloat16)
-    generator = torch.Generator().manual_seed(length)
-    for stored in (*cache.stored.keys, *cache.stored.values):
-        stored.copy_(torch.randn(stored.shape, generator=generator))
+    cache = KeyValueCache(engine.checkpoint.config, 1, length + STEPS, dtype)
+    generator, kept = torch.Generator().manual_seed(length), cache.stored
+    for layer, parts in enumerate(zip(kept.keys, kept.values, strict=True)):
+        for part, stored in enumerate(parts):
+            drawn = torch.randn(stored.shape, generator=generator)
+            if kept.scales is None:
+                stored.copy_(drawn)
+            else:
+                rounded = to_int8(drawn)
+                stored.copy_(rounded.integers)
+                kept.scales[layer][part] = rounded.scales
     return cache
 
 
@@ -73,24 +82,26 @@ def bytes_per_second(memory: torch.Tensor) -> float:
     return memory.nbytes / (time.perf_counter() - started)
 
 
-def measure(directory: Path, config: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return the seconds of a step after each length and the speed of memory, by round."""
+def measure(directory: Path, config: dict[str, Any], rounds: int) -> dict[str, dict[str, Any]]:
+    """Return for each dtype of a cache the seconds of a step after each length and the speed of memory, by round."""
     write_random_model(directory, config)
     engine = Engine.open(directory)
     engine.prepare()
-    caches = {length: filled_cache(engine, length) for length in LENGTHS}
-    each = position_bytes(engine.checkpoint.config, torch.bfloat16)
-    memory = torch.ones(each * LENGTHS[-1] // 8, dtype=torch.int64)
-    seconds: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    each = {name: position_bytes(engine.checkpoint.config, dtype) for name, dtype in DTYPES.items()}
+    caches = {(name, length): filled_cache(engine, length, DTYPES[name]) for name in DTYPES for length in LENGTHS}
+    memory = torch.ones(max(each.values()) * LENGTHS[-1] // 8, dtype=torch.int64)
+    seconds: dict[str, dict[int, list[float]]] = {name: {length: [] for length in LENGTHS} for name in DTYPES}
     speeds = []
     for number in range(rounds + 1):
-        made = {length: step_seconds(engine, caches[length], length) for length in LENGTHS}
+        made = {place: step_seconds(engine, cache, place[1]) for place, cache in caches.items()}
         speed = bytes_per_second(memory)
         if number:  # the first round reads the weights from disk
             speeds.append(speed)
-            for length in LENGTHS:
-                seconds[length].append(made[length])
-    return {"bytes_per_position": each, "seconds": seconds, "bytes_per_second": speeds}
+            for (name, length), taken in made.items():
+                seconds[name][length].append(taken)
+    return {
+        name: {"bytes_per_position": each[name], "seconds": seconds[name], "bytes_per_second": speeds} for name in DTYPES
+    }
 
 
 def kept(figures: dict[str, Any], length: str) -> list[float]:
@@ -124,8 +135,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        every = configs(options.layers).items()
-        kinds = {kind: measure(Path(scratch) / kind, config, options.rounds) for kind, config in every}
+        kinds = {
+            f"{kind}{name}": figures
+            for kind, config in configs(options.layers).items()
+            for name, figures in measure(Path(scratch) / kind, config, options.rounds).items()
+        }
         save("long_context", {"layers": options.layers, "kinds": kinds})
 
 

@@ -153,10 +153,30 @@ def _paired(builder: Any, low: Any, high: Any) -> Any:
 
 def _neighbors(builder: Any, address: Any) -> Any:
     """Return 32 signed bytes as pairs of bfloat16, each value and the next one."""
-    stored = builder.load(builder.inttoptr(address, ir.VectorType(BYTE, _WIDE).as_pointer()), align=1)
-    both, half = builder.bitcast(builder.sext(stored, ir.VectorType(SHORT, _WIDE)), INTS), ir.Constant(INTS, [16] * LANES)
-    low, high = builder.ashr(builder.shl(both, half), half), builder.ashr(both, half)
-    return _paired(builder, builder.sitofp(low, FLOATS), builder.sitofp(high, FLOATS))
+    low, high = (_floats_of_bytes(builder, builder.add(address, INDEX(half)), LANES) for half in (0, LANES))
+    narrowed = ir.FunctionType(INTS, [FLOATS, FLOATS])
+    return builder.asm(narrowed, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], False)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_integers(context: Any, address: Any, count: Any, target: Any) -> Any:
+    """Write `count` signed bytes as bfloat16 to the target, where the processor multiplies pairs of these.
+
+    The count is a multiple of 32.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, count, target = arguments
+
+        def step(index: Any, _: list[Any]) -> list[Any]:
+            place = builder.inttoptr(at(builder, target, index, 2), INTS.as_pointer())
+            builder.store(_neighbors(builder, builder.add(address, index)), place, align=2)
+            return []
+
+        loop(builder, INDEX(0), count, _WIDE, [], step)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
 
 
 def scores_tile(keys: int, queries: int) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention_instructions import scores_tile, weigh, weigh_pairs
+from engine.kernels.attention_instructions import scores_tile, weigh, weigh_pairs, widen_integers
 from engine.kernels.compiler.arithmetic import narrow, widen
 from engine.kernels.compiler.compiling import helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, keep, signed_bytes
@@ -25,6 +25,8 @@ BFLOAT16_BYTES = 2
 LARGEST_INTEGER, SMALLEST_SCALE = np.float32(127.0), np.finfo(np.float32).tiny
 """As in `kv_cache.to_int8`."""
 PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ()
+FEW_QUERIES, WIDENED = 4, 32
+"""More queries than these would each four widen integers anew, so that so many vectors are widened at a time for all."""
 _FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
 _ONE_OF_ONE = weigh(1, 1)
 _FOUR_KEYS_OF_4, _EIGHT_KEYS_OF_2, _MANY_KEYS_OF_1, _ONE_KEY = (
@@ -178,8 +180,10 @@ def _multiply_by_scales(job: Any, scales: Any, blocks_M: Any, first: Any, values
         count = _run(job, place, end)
         scale_P = numba.carray(floats(scales + 4 * slot_of(job, blocks_M, place)), (count,))
         for row in range(rows):
+            begin = address_of(values_RP) + 4 * (row * positions + place - first)
+            own_P = numba.carray(floats(begin), (count,))  # an index that is a sum would keep LLVM from using vectors
             for index in range(count):
-                values_RP[row, place - first + index] *= scale_P[index]
+                own_P[index] *= scale_P[index]
         place += count
 
 
@@ -196,6 +200,12 @@ def _multiply_integers(keys: Any, size: Any, count: Any, queries: Any, results_R
             results_RP[row, begin + key] = total
 
 
+@inline
+def _widens(scales: Any, size: Any, rows: Any) -> Any:
+    """Return whether vectors become bfloat16 before they are multiplied."""
+    return scales != 0 and takes_pairs(size) and rows > FEW_QUERIES
+
+
 @helper
 def score_keys(job: Any, cache: Any, blocks_M: Any, first: Any, queries: Any, scores_RP: Any) -> None:
     """Write the products of the keys from position `first` on with the rotated queries, whose address is given.
@@ -204,18 +214,24 @@ def score_keys(job: Any, cache: Any, blocks_M: Any, first: Any, queries: Any, sc
     """
     start, scales, size = cache
     table, (rows, positions), width = kernels_at(job.kernels), scores_RP.shape, value_bytes(scales)
-    place, end = first, first + positions
+    place, end, widens = first, first + positions, _widens(scales, size, rows)
+    wide = np.empty(WIDENED * size if widens else 0, np.uint16)
     while place < end:
         count = _run(job, place, end)
         keys = start + width * slot_of(job, blocks_M, place) * size
         results = address_of(scores_RP) + 4 * (place - first)
-        if takes_pairs(size):
+        if widens:
+            count = min(count, WIDENED)
+            widen_integers(keys, count * size, address_of(wide))
+            call(table.multiply_keys, (address_of(wide), BFLOAT16_BYTES, size, count, queries, positions, rows, results))
+        elif takes_pairs(size):
             call(table.multiply_keys, (keys, width, size, count, queries, positions, rows, results))
         elif scales != 0:
             _multiply_integers(keys, size, count, queries, scores_RP, place - first)
         else:
             call(table.multiply_wide, (keys, 0, 1, count, size, queries, rows, results, positions))
         place += count
+    keep(wide)
     if scales != 0:
         _multiply_by_scales(job, scales, blocks_M, first, scores_RP)
 
@@ -236,16 +252,24 @@ def add_values(job: Any, cache: Any, blocks_M: Any, first: Any, weights_RP: Any,
     for row in range(rows):
         for index in range(rounded_RP.shape[1]):
             rounded_RP[row, index] = narrow(weights_RP[row, index])
+    widens = _widens(scales, size, rows)
+    wide = np.empty(WIDENED * size if widens else 0, np.uint16)
     while place < end:
         count = _run(job, place, end)
         values = start + width * slot_of(job, blocks_M, place) * size
         if takes_pairs(size):  # an odd position and the next one are no pair, in blocks and in contiguous memory
             count = 1 if place % 2 == 1 or count == 1 else count & -2
+        if widens:
+            count = min(count, WIDENED)
+            widen_integers(values, count * size, address_of(wide))
+            values = address_of(wide)
+        read = BFLOAT16_BYTES if widens else width
         if takes_pairs(size) and count > 1:
             weights = address_of(rounded_RP) + 2 * (place - first)
-            call(table.add_weighted_pairs, (values, width, size, count, weights, positions, rows, sums))
+            call(table.add_weighted_pairs, (values, read, size, count, weights, positions, rows, sums))
         else:
             weights = address_of(weights_RP) + 4 * (place - first)
-            call(table.add_weighted, (values, width, size, count, weights, positions, rows, sums))
+            call(table.add_weighted, (values, read, size, count, weights, positions, rows, sums))
         place += count
+    keep(wide)
     keep(rounded_RP)
