@@ -69,7 +69,10 @@ ORDER = {
     # parts of rooms, which have the rules for their files
     "engine/families/gguf": ENGINE.index("families"),
     "engine/checkpoint/gguf": ENGINE.index("checkpoint"),
-    **{f"engine/kernels/{part}": ENGINE.index("kernels") for part in ("compiler", "gpu", "stored")},
+    **{
+        f"engine/kernels/{part}": ENGINE.index("kernels")
+        for part in ("attention", "compiler", "gpu", "recurrences", "step", "stored")
+    },
     "engine/decoder/gpu": ENGINE.index("decoder"),
     "engine/decoder/step": ENGINE.index("decoder"),
     **{f"engine/server/{part}": ENGINE.index("server") for part in ("connections", "interfaces", "reading")},

@@ -6,11 +6,10 @@ read `compiled`, which holds the functions that call the kernels.
 
 Each file of the compiled kernels for the CPU (Numba, optional: `pip install moe-compress[fast]`) has one task: `products`
 and `dot_products` (matrices times a few vectors; plain ones in bfloat16, float32 and float16), `panels` (matrices times
-many vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts), `attention`, `gated_delta` and `mamba2` (linear
-attention, both with the filters of `convolution`), `step` (all layers for one token), `step_choices` (their choice of
-experts), `step_experts` (experts not in memory) and `rounding_search` (scales of GGUF's K types). Each file begins with the
-record that its kernels are given. The folder `stored` has the products of low-bit weights, packed floats and GGUF's blocks,
-and `compiler` what kernels are written with.
+many vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts) and `rounding_search` (scales of GGUF's K types).
+Each file begins with the record that its kernels are given. The folder `attention` reads caches of keys and values,
+`recurrences` has layers with a state, and `step` computes all layers for one token. The folder `stored` has the products of
+low-bit weights, packed floats and GGUF's blocks, and `compiler` what kernels are written with.
 
 Decoding is bound by memory bandwidth. The kernels read each weight once for all vectors, one block of rows after another,
 in one or two streams per thread, and accumulate in float32. One call does the work of a dozen torch operations:

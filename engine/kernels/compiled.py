@@ -13,36 +13,43 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import (
-    attention,
-    expert_panels,
-    experts,
-    latent_attention,
-    panels,
-    rounding_search,
-    step,
-    step_attention,
-    step_choices,
-)
+from engine.kernels import expert_panels, experts, panels, rounding_search
 from engine.kernels import products as product_kernels
-from engine.kernels.attention import ATTENTION
+from engine.kernels.attention import grouped
+from engine.kernels.attention import latent as latent_attention
+from engine.kernels.attention.grouped import ATTENTION
+from engine.kernels.attention.latent import LATENT as LATENT_ATTENTION
 from engine.kernels.compiler.cache_directory import cache_directory
 from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
 from engine.kernels.compiler.instructions import LANES
 from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.experts import EXPERT, EXPERTS
-from engine.kernels.gated_delta import GATED_DELTA
-from engine.kernels.latent_attention import LATENT as LATENT_ATTENTION
-from engine.kernels.mamba2 import MAMBA2
 from engine.kernels.panels import multiplies_many
 from engine.kernels.products import PRODUCTS
+from engine.kernels.recurrences.gated_delta import GATED_DELTA
+from engine.kernels.recurrences.mamba2 import MAMBA2
+from engine.kernels.recurrences.short_convolution import SHORT_CONVOLUTION
 from engine.kernels.rounding_search import SCALES as ROUNDING_SCALES
-from engine.kernels.short_convolution import SHORT_CONVOLUTION
-from engine.kernels.step import ATTENDS, CHOOSE, HEAD_NORM, LATENT, LAYER, MIX, NO_NORM, OUTSIDE, RECURS, STEP, WHOLE_NORM
-from engine.kernels.step_experts import BEFORE_EXPERTS, require_experts
-from engine.kernels.step_latent import latent_layer
-from engine.kernels.step_recurrence import RECURRENT, recurrent_layer
+from engine.kernels.step import attention as step_attention
+from engine.kernels.step import choices as step_choices
+from engine.kernels.step import layers as step
+from engine.kernels.step.experts import BEFORE_EXPERTS, require_experts
+from engine.kernels.step.latent import latent_layer
+from engine.kernels.step.layers import (
+    ATTENDS,
+    CHOOSE,
+    HEAD_NORM,
+    LATENT,
+    LAYER,
+    MIX,
+    NO_NORM,
+    OUTSIDE,
+    RECURS,
+    STEP,
+    WHOLE_NORM,
+)
+from engine.kernels.step.recurrence import RECURRENT, recurrent_layer
 from engine.kernels.stored import block_products, float_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
 from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
@@ -306,7 +313,7 @@ def attend(
         results=_address(mixed_BHE),
         scale=scale,
     )
-    attention.attend(_address(job))
+    grouped.attend(_address(job))
     return mixed_BHE
 
 
@@ -438,8 +445,8 @@ def decode(
     x: contiguous bfloat16. layers: records of LAYER. scalars: ε of the norms, and factor of each addition to the residual.
     shape: T and D. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that receive the choices and
     weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a
-    `step_experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. outside: a `step.MIX` and a
-    `step.CHOOSE`, for layers that need them. zero_centered: whether the norms of layers are.
+    `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. outside: a `step.layers.MIX` and a
+    `step.layers.CHOOSE`, for layers that need them. zero_centered: whether the norms of layers are.
     """
     tokens, hidden = shape
     job = _record(
@@ -514,7 +521,7 @@ def needed(
     zero_centered: whether to add that of zero-centered norms.
     """
     every = [kernel for each in dict.fromkeys((16, *kinds)) for kernel in form_kernels(each)]
-    every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, attention.attend]
+    every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, grouped.attend]
     every += [product_kernels.centered_norm] if zero_centered else []
     every += [step.decode] if is_whole else []
     every += [KERNELS[name] for name in mixers]

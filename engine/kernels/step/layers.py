@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention import attention_at
+from engine.kernels.attention.grouped import attention_at
 from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at

@@ -13,8 +13,8 @@ import numpy as np
 from engine.kernels.compiler.arithmetic import narrow, widen
 from engine.kernels.compiler.compiling import JOB, kernel
 from engine.kernels.compiler.memory import address_of, halves, integers, keep, record_at
-from engine.kernels.convolution import filtered
-from engine.kernels.recurrence import FIELDS
+from engine.kernels.recurrences.convolution import filtered
+from engine.kernels.recurrences.recurrence import FIELDS
 
 SHORT_CONVOLUTION = np.dtype(
     [

@@ -11,8 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention import NO_SINK, PIECE, angles_of, join_pieces, softmax_piece
-from engine.kernels.cached_vectors import (
+from engine.kernels.attention.cached_vectors import (
     BFLOAT16_BYTES,
     PRODUCTS,
     add_values,
@@ -22,6 +21,7 @@ from engine.kernels.cached_vectors import (
     takes_pairs,
     value_bytes,
 )
+from engine.kernels.attention.grouped import NO_SINK, PIECE, angles_of, join_pieces, softmax_piece
 from engine.kernels.compiler.arithmetic import narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at

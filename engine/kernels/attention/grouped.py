@@ -7,8 +7,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention_instructions import exponentials, largest_of
-from engine.kernels.cached_vectors import (
+from engine.kernels.attention.cached_vectors import (
     PRODUCTS,
     add_values,
     keep_vector,
@@ -17,6 +16,7 @@ from engine.kernels.cached_vectors import (
     takes_pairs,
     value_bytes,
 )
+from engine.kernels.attention.instructions import exponentials, largest_of
 from engine.kernels.compiler.arithmetic import exp, narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at

@@ -8,8 +8,8 @@ import numpy as np
 
 from engine.kernels.compiler.compiling import BLOCK, kernel
 from engine.kernels.compiler.memory import address_of, call, keep, record_at
-from engine.kernels.recurrence import recurrence_at
-from engine.kernels.step import LAYER_BYTES, OUTPUT, add_mixed, arrange, layer_at, multiply, step_at, write_normed
+from engine.kernels.recurrences.recurrence import recurrence_at
+from engine.kernels.step.layers import LAYER_BYTES, OUTPUT, add_mixed, arrange, layer_at, multiply, step_at, write_normed
 
 RECURRENT = np.dtype(
     [

@@ -7,12 +7,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention import attention_at
+from engine.kernels.attention.grouped import attention_at
 from engine.kernels.compiler.arithmetic import exp, narrow, widen
 from engine.kernels.compiler.compiling import helper, kernel
 from engine.kernels.compiler.memory import address_of, call, halves, keep
 from engine.kernels.compiler.parallel import kernels_at
-from engine.kernels.step import HEAD_NORM, NO_NORM, arrange, layer_at, move, step_at
+from engine.kernels.step.layers import HEAD_NORM, NO_NORM, arrange, layer_at, move, step_at
 
 
 @kernel("void(int64, int64, int64, int64)", calls=("attend", "norm_columns", "gate_outputs"))

@@ -18,7 +18,7 @@ from engine.kernels.compiler.compiling import helper, kernel
 from engine.kernels.compiler.memory import address_of, call, halves, integers, keep
 from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.expert_places import ABSENT, DISTANCES, PRESENT
-from engine.kernels.step import LAYER_BYTES, ROUTER, layer_at, multiply, step_at
+from engine.kernels.step.layers import LAYER_BYTES, ROUTER, layer_at, multiply, step_at
 
 BEFORE_EXPERTS = CFUNCTYPE(None, *(c_int64,) * 7)
 """The type of the function that a step calls. Its arguments: the layer, addresses of the chosen experts [T, S] (int64),

@@ -15,8 +15,8 @@ from engine.kernels.compiler.arithmetic import exp, narrow, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.compiler.memory import call, floats, halves, integers, record_at
 from engine.kernels.compiler.parallel import kernels_at, loop_for
-from engine.kernels.convolution import convolve, silu, softplus
-from engine.kernels.recurrence import FIELDS
+from engine.kernels.recurrences.convolution import convolve, silu, softplus
+from engine.kernels.recurrences.recurrence import FIELDS
 
 MAMBA2 = np.dtype(
     [

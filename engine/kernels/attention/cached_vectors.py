@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention_instructions import scores_tile, weigh, weigh_pairs, widen_integers
+from engine.kernels.attention.instructions import scores_tile, weigh, weigh_pairs, widen_integers
 from engine.kernels.compiler.arithmetic import narrow, widen
 from engine.kernels.compiler.compiling import helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, keep, signed_bytes

@@ -10,7 +10,7 @@ import numpy as np
 from engine.kernels.compiler.arithmetic import exp, place_of_largest, widen
 from engine.kernels.compiler.compiling import helper, kernel
 from engine.kernels.compiler.memory import floats, halves, integers
-from engine.kernels.step import layer_at
+from engine.kernels.step.layers import layer_at
 
 
 @kernel("void(int64, int64, int64, int64)")

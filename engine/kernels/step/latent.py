@@ -6,11 +6,22 @@ from typing import Any
 
 import numpy as np
 
+from engine.kernels.attention.latent import latent_at
 from engine.kernels.compiler.compiling import BLOCK, helper, kernel
 from engine.kernels.compiler.memory import address_of, call, keep
 from engine.kernels.compiler.parallel import kernels_at
-from engine.kernels.latent_attention import latent_at
-from engine.kernels.step import KEY, LAYER_BYTES, OUTPUT, QUERY, add_mixed, layer_at, move, multiply, step_at, write_normed
+from engine.kernels.step.layers import (
+    KEY,
+    LAYER_BYTES,
+    OUTPUT,
+    QUERY,
+    add_mixed,
+    layer_at,
+    move,
+    multiply,
+    step_at,
+    write_normed,
+)
 
 NORM_EPSILON = np.float32(1e-6)
 """Epsilon of the norms of latent vectors, independent of the config."""
