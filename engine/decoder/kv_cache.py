@@ -67,7 +67,7 @@ class Stored(NamedTuple):
         return self.scales[row]
 
     def scale_addresses(self, row: int) -> list[int]:
-        """Return the addresses of the scales of one layer's keys and values, 0 for values without scales."""
+        """Return the addresses of the scales of one layer's keys and values, or zeros where the cache has no scales."""
         return [0, 0] if self.scales is None else [part.data_ptr() for part in self.scales[row]]
 
 
@@ -162,7 +162,7 @@ class KeyValueCache:
         return [self.stored.keys[row].data_ptr(), self.stored.values[row].data_ptr()]
 
     def scale_addresses(self, layer: int) -> list[int]:
-        """Return the addresses of the scales of one layer's keys and values, 0 for values without scales."""
+        """Return the addresses of the scales of one layer's keys and values, or zeros where the cache has no scales."""
         return self.stored.scale_addresses(self._rows[layer])
 
     def places(self, layer: int) -> tuple[Any, Any, int, bool]:

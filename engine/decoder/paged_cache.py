@@ -202,7 +202,7 @@ class PagedBatch:
         return [self.cache.stored.keys[row].data_ptr(), self.cache.stored.values[row].data_ptr()]
 
     def scale_addresses(self, layer: int) -> list[int]:
-        """Return the addresses of the scales of one layer's keys and values, 0 for values without scales."""
+        """Return the addresses of the scales of one layer's keys and values, or zeros where the cache has no scales."""
         return self.cache.stored.scale_addresses(self.cache.rows[layer])
 
     def places(self, layer: int) -> tuple[Any, Any, int, bool]:

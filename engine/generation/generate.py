@@ -150,17 +150,17 @@ class Engine:
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are memory-mapped and not read, if device and dtype allow it.
 
-        Raises CheckpointError, UnsupportedError, and OptionError for options that this machine or model does not
-        support. `threads` applies to the whole process. `backend`: "torch" for checkpoints, "onnx" for exported models,
-        or "auto". `kv_cache_dtype`: dtype of the KV cache, "float16", "bfloat16" or "int8", or "auto" for the compute
-        dtype; the compiled attention kernels support bfloat16 only. `checksums`: first compare every file with its
-        recorded checksum. `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a
-        time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023); or "mtp": the model's
-        own layers for multi-token prediction. `images`: prompts may
-        have images; transformers then runs the whole model, also one of a family that our own decoder runs. `memory_limit`:
-        most resident bytes of the process; experts are then read when they are needed, and `miss_threshold` lets
-        others take the places of some that are not in memory (engine/expert_cache/missing.py). `progress`: shows the
-        compilation of kernels, where there is any.
+        Raises CheckpointError, UnsupportedError, and OptionError for options that this machine or model does not support.
+        `threads` applies to the whole process. `backend`: "torch" for checkpoints, "onnx" for exported models, or "auto".
+        `kv_cache_dtype`: dtype of the KV cache, "float16", "bfloat16" or "int8", or "auto" for the compute dtype; where a
+        model computes in bfloat16, the compiled kernels read a cache in bfloat16 or int8, and torch reads others.
+        `checksums`: first compare every file with its recorded checksum. `draft`: a smaller model with the same tokenizer,
+        which proposes `draft_tokens` tokens at a time; it never changes the distribution of the text, only the speed
+        (Leviathan et al. 2023); or "mtp": the model's own layers for multi-token prediction. `images`: prompts may have
+        images; transformers then runs the whole model, also one of a family that our own decoder runs. `memory_limit`: most
+        resident bytes of the process; experts are then read when they are needed, and `miss_threshold` lets others take the
+        places of some that are not in memory (engine/expert_cache/missing.py). `progress`: shows the compilation of kernels,
+        where there is any.
         """
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:

@@ -8,7 +8,7 @@ Each file of the compiled kernels for the CPU (Numba, optional: `pip install moe
 and `dot_products` (matrices times a few vectors; plain ones in bfloat16, float32 and float16), `panels` (matrices times
 many vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts) and `rounding_search` (scales of GGUF's K types).
 Each file begins with the record that its kernels are given. The folder `attention` reads caches of keys and values,
-`recurrences` has layers with a state, and `step` computes all layers for one token. The folder `stored` has the products of
+`recurrences` has layers with a state, and `step` computes all layers in one call. The folder `stored` has the products of
 low-bit weights, packed floats and GGUF's blocks, and `compiler` what kernels are written with.
 
 Decoding is bound by memory bandwidth. The kernels read each weight once for all vectors, one block of rows after another,

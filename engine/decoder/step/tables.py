@@ -28,13 +28,13 @@ class Tables:
     """Tables from which the kernels read all layers; see `compiled.decode`."""
 
     layers: Any
-    """Records of `step.LAYER`, with addresses in the others."""
+    """Records of `step.layers.LAYER`, with addresses in the others."""
     experts: Any
     shared: Any
     attention: Any
-    """Records of `attention.ATTENTION`, one for each layer; those of layers with another attention are empty."""
+    """Records of `attention.grouped.ATTENTION`, one for each layer; those of layers with another attention are empty."""
     latent: Any
-    """Those of `latent_attention.LATENT`."""
+    """Those of `attention.latent.LATENT`."""
     recurrences: dict[int, Any]
     """Records of the layers with a state, by layer; see `compiled.recurrent_record`."""
     kept: list[Any]

@@ -26,7 +26,7 @@ LARGEST_INTEGER, SMALLEST_SCALE = np.float32(127.0), np.finfo(np.float32).tiny
 """As in `kv_cache.to_int8`."""
 PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ()
 FEW_QUERIES, WIDENED = 4, 32
-"""More queries than these would each four widen integers anew, so that so many vectors are widened at a time for all."""
+"""A tile of up to FEW_QUERIES queries widens integers itself. For more, WIDENED vectors at a time are widened once."""
 _FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
 _ONE_OF_ONE = weigh(1, 1)
 _FOUR_KEYS_OF_4, _EIGHT_KEYS_OF_2, _MANY_KEYS_OF_1, _ONE_KEY = (
@@ -152,7 +152,10 @@ def value_bytes(scales: Any) -> Any:
 
 @helper
 def keep_vector(cache: Any, slot: Any, x_E: Any) -> None:
-    """Write a vector of float32 to a slot, rounded to bfloat16, and where the cache has 8 bits, further to these."""
+    """Round a vector of float32 to bfloat16, in place, and write it to a slot.
+
+    A cache of 8 bits gets its integers and its scale, which is NaN where a value is.
+    """
     start, scales, size = cache
     for index in range(size):
         x_E[index] = widen(narrow(x_E[index]))
@@ -161,10 +164,11 @@ def keep_vector(cache: Any, slot: Any, x_E: Any) -> None:
         for index in range(size):
             half_E[index] = narrow(x_E[index])
         return
-    largest = np.float32(0.0)
+    largest, is_number = np.float32(0.0), True
     for index in range(size):
         largest = max(largest, abs(x_E[index]))
-    scale = largest / LARGEST_INTEGER
+        is_number = is_number and x_E[index] == x_E[index]
+    scale = largest / LARGEST_INTEGER if is_number else np.float32(np.nan)
     numba.carray(floats(scales + 4 * slot), (1,))[0] = scale
     integer_E, divisor = numba.carray(signed_bytes(start + slot * size), (size,)), max(scale, SMALLEST_SCALE)
     for index in range(size):
@@ -181,7 +185,7 @@ def _multiply_by_scales(job: Any, scales: Any, blocks_M: Any, first: Any, values
         scale_P = numba.carray(floats(scales + 4 * slot_of(job, blocks_M, place)), (count,))
         for row in range(rows):
             begin = address_of(values_RP) + 4 * (row * positions + place - first)
-            own_P = numba.carray(floats(begin), (count,))  # an index that is a sum would keep LLVM from using vectors
+            own_P = numba.carray(floats(begin), (count,))  # LLVM does not vectorize an access whose index is a sum
             for index in range(count):
                 own_P[index] *= scale_P[index]
         place += count
@@ -191,18 +195,18 @@ def _multiply_by_scales(job: Any, scales: Any, blocks_M: Any, first: Any, values
 def _multiply_integers(keys: Any, size: Any, count: Any, queries: Any, results_RP: Any, begin: Any) -> None:
     """Multiply `count` keys of 8 bits with float32 queries, without products of pairs. begin: the first key's position."""
     rows = results_RP.shape[0]
-    query_RE, key_KE = numba.carray(floats(queries), (rows, size)), numba.carray(signed_bytes(keys), (count, size))
+    query_RE, key_PE = numba.carray(floats(queries), (rows, size)), numba.carray(signed_bytes(keys), (count, size))
     for row in range(rows):
         for key in range(count):
             total = np.float32(0.0)
             for index in range(size):
-                total += query_RE[row, index] * np.float32(key_KE[key, index])
+                total += query_RE[row, index] * np.float32(key_PE[key, index])
             results_RP[row, begin + key] = total
 
 
 @inline
 def _widens(scales: Any, size: Any, rows: Any) -> Any:
-    """Return whether vectors become bfloat16 before they are multiplied."""
+    """Return whether vectors of 8 bits are first written as bfloat16 to memory, once for all queries."""
     return scales != 0 and takes_pairs(size) and rows > FEW_QUERIES
 
 

@@ -36,6 +36,7 @@ from engine.kernels.compiler.instructions import (
     repeated,
     widened,
 )
+from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
 
 _WIDE = 2 * LANES
 
@@ -167,8 +168,11 @@ def widen_integers(context: Any, address: Any, count: Any, target: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, count, target = arguments
+        if not MULTIPLIES_BFLOAT16:  # no kernel comes here, but LLVM would have to know the instruction
+            return context.get_dummy_value()
 
         def step(index: Any, _: list[Any]) -> list[Any]:
+            fetch(builder, builder.add(builder.add(address, index), INDEX(AHEAD[8])))
             place = builder.inttoptr(at(builder, target, index, 2), INTS.as_pointer())
             builder.store(_neighbors(builder, builder.add(address, index)), place, align=2)
             return []

@@ -25,8 +25,8 @@ from engine.kernels.stored.forms import form_at
 NO_NORM, HEAD_NORM, WHOLE_NORM = 0, 1, 2
 """Kinds of norms of queries and keys: no norm, one for each head, or one for all heads together."""
 ATTENDS, OUTSIDE, RECURS, LATENT = 1, 2, 3, 4
-"""Kinds of layers' attention beside none (0): grouped queries (step_attention.py), the function MIX, a state
-(step_recurrence.py), or latent vectors (step_latent.py)."""
+"""Kinds of layers' attention beside none (0): grouped queries (attention.py), the function MIX, a state
+(recurrence.py), or latent vectors (latent.py)."""
 MIX = CFUNCTYPE(None, *(c_int64,) * 3)
 """The type of the function that computes the attention of a layer. Its arguments: the layer, and the addresses of the normed
 hidden states and of the result, [T, D] bfloat16."""
@@ -73,7 +73,7 @@ LAYER = np.dtype(
         ("shared_alpha", np.float32),  # those of the shared expert or the dense FFN
         ("shared_limit", np.float32),
         ("importance", np.float32),  # 1-norm of a token above which it skips nothing; infinity if all tokens skip
-        # Only where experts may be absent (step_experts.py), integers: where each is [N], whether predictions are awaited
+        # Only where experts may be absent (experts.py), integers: where each is [N], whether predictions are awaited
         # [1], and the next layers whose choices can be predicted [DISTANCES], -1 where one cannot.
         *((name, np.int64) for name in ("places", "awaits", "following")),
     ],
@@ -98,7 +98,7 @@ STEP = np.dtype(
         ("thresholds", np.int64),  # [T] float32, of adaptive skipping
         ("zero_centered", np.int64),  # whether norms of layers are
         *((name, np.int64) for name in ("mix", "choose")),  # addresses of functions MIX and CHOOSE, or 0
-        ("before_experts", np.int64),  # 0, or the address of a function BEFORE_EXPERTS (step_experts.py), and then
+        ("before_experts", np.int64),  # 0, or the address of a function BEFORE_EXPERTS (experts.py), and then
         ("used", np.int64),  # of the chosen experts [layers, T, U], integers,
         ("used_slots", np.int64),  # U, the most slots of a layer
         ("seen_chosen", np.int64),  # 0, or the addresses of choices and weights [layers, T, S],

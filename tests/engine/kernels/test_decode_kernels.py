@@ -5,6 +5,10 @@ Whole models of every family are compared too, with the kernels and without them
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +263,40 @@ def test_new_keys_and_values_are_rounded_to_8_bits_as_by_torch() -> None:
     for cache, own_scales, expected in ((keys, scales[0], to_int8(given)), (values, scales[1], to_int8(turned))):
         assert torch.equal(cache[0, 5::32], expected.integers) and torch.equal(own_scales[0, 5::32], expected.scales)
         assert int((cache == 99).sum()) == 93 * 32, "nothing else is written"
+
+
+@needs_numba
+@pytest.mark.slow
+def test_attention_needs_no_products_of_bfloat16() -> None:
+    """As on processors with AVX2 alone: kernels that read 8 bits must not hold an instruction that these lack."""
+    from engine.kernels.compiler.processor import FEATURES, NAME
+
+    features = re.sub(r"\+(avx512|amx)\w*", lambda found: "-" + found[0][1:], FEATURES)
+    environment = os.environ | {"NUMBA_CPU_NAME": NAME, "NUMBA_CPU_FEATURES": features, "COMPRESS_KERNELS": "compiled"}
+    tests = f"{test_attention_over_several_pieces_equals_the_textbook.__name__} or 8_bits"
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", tests]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-2000:]
+
+
+@needs_numba
+def test_a_value_that_is_no_number_stays_visible_in_8_bits() -> None:
+    given, ones, zeros = torch.ones(1, 32).bfloat16(), torch.ones(1, 32).bfloat16(), torch.zeros(1, 32).bfloat16()
+    given[0, 7] = torch.nan
+    keys, values = (torch.zeros(1, 4, 32, dtype=torch.int8) for _ in range(2))
+    scales = torch.ones(2, 1, 4)
+    mixed = kernels.attend(
+        [tensor.data_ptr() for tensor in (ones, ones, given, ones, zeros)],
+        [32, 32, 32],
+        [part.data_ptr() for part in (keys, values, scales[0], scales[1])],
+        (1, 1, 1, 32, 32),
+        keys.stride(0),
+        (np.zeros((1, 1), np.int64), np.array([1]), 4, False),
+        None,
+        1.0,
+    )
+    assert torch.isnan(scales[1, 0, 1]) and not torch.isnan(scales[0]).any()
+    assert torch.isnan(as_bfloat16(mixed)).all()
 
 
 @needs_numba
