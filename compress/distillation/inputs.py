@@ -211,10 +211,10 @@ def _parts(options: DistillOptions, tokenizer: Any) -> dict[str, Instructions]:
 
 
 def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None) -> Distillable:
-    if options.calibration.evaluation_samples < 0 or options.calibration.sequence_length is not None:
-        raise OptionError(
-            "evaluation-samples must not be negative, and --sequence-length is for text: --max-length is that of responses"
-        )
+    if options.calibration.evaluation_samples < 0:
+        raise OptionError(f"--evaluation-samples is {options.calibration.evaluation_samples}; give 0 or more")
+    if options.calibration.sequence_length is not None:
+        raise OptionError("--sequence-length is for text, and the data are prompts with responses; give --max-length")
     seed, limits, tokenizer = options.calibration.seed, options.limits, load_tokenizer(student)
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
     if METRICS[options.select_by].writes:
