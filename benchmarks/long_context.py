@@ -22,7 +22,7 @@ import torch
 from random_model import shape, write_random_model
 from results import markdown, save, times
 
-from engine.decoder.kv_cache import KeyValueCache, position_bytes, to_int8
+from engine.decoder.kv_cache import KeyValueCache, position_bytes
 from engine.decoder.model import Decoder
 from engine.generation.generate import Engine
 
@@ -49,17 +49,11 @@ def configs(layers: int) -> dict[str, dict[str, Any]]:
 
 def filled_cache(engine: Engine, length: int, dtype: torch.dtype) -> KeyValueCache:
     """Return a cache whose first positions are random."""
-    cache = KeyValueCache(engine.checkpoint.config, 1, length + STEPS, dtype)
-    generator, kept = torch.Generator().manual_seed(length), cache.stored
-    for layer, parts in enumerate(zip(kept.keys, kept.values, strict=True)):
-        for part, stored in enumerate(parts):
-            drawn = torch.randn(stored.shape, generator=generator)
-            if kept.scales is None:
-                stored.copy_(drawn)
-            else:
-                rounded = to_int8(drawn)
-                stored.copy_(rounded.integers)
-                kept.scales[layer][part] = rounded.scales
+    config, generator = engine.checkpoint.config, torch.Generator().manual_seed(length)
+    cache = KeyValueCache(config, 1, length + STEPS, dtype)
+    for layer in config.caching_layers:
+        groups, *sizes = config.cached_by(layer)
+        cache.append(layer, *(torch.randn(1, groups, length, size, generator=generator) for size in sizes))
     return cache
 
 

@@ -276,7 +276,7 @@ class Attention(nn.Module):
         mixed = kernels.attend(
             [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
             [tensor.stride(0) for tensor in query_key_value],
-            [*cache.addresses(self.layer), *cache.scale_addresses(self.layer)],
+            cache.addresses(self.layer),
             (batch, heads, self.key_heads, size, angles[0].shape[-1]),
             cache.group_stride(self.layer),
             places,

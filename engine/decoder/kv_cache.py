@@ -66,9 +66,10 @@ class Stored(NamedTuple):
         assert self.scales is not None
         return self.scales[row]
 
-    def scale_addresses(self, row: int) -> list[int]:
-        """Return the addresses of the scales of one layer's keys and values, or zeros where the cache has no scales."""
-        return [0, 0] if self.scales is None else [part.data_ptr() for part in self.scales[row]]
+    def addresses(self, row: int) -> list[int]:
+        """Return the addresses of one layer's keys, its values and the scales of both, 0 where there are no scales."""
+        scales = [0, 0] if self.scales is None else [part.data_ptr() for part in self.scales[row]]
+        return [self.keys[row].data_ptr(), self.values[row].data_ptr(), *scales]
 
 
 def allocated(
@@ -157,13 +158,8 @@ class KeyValueCache:
         return self.stored.keys[0].device
 
     def addresses(self, layer: int) -> list[int]:
-        """Return the addresses of one layer's keys and values, for the compiled kernels."""
-        row = self._rows[layer]
-        return [self.stored.keys[row].data_ptr(), self.stored.values[row].data_ptr()]
-
-    def scale_addresses(self, layer: int) -> list[int]:
-        """Return the addresses of the scales of one layer's keys and values, or zeros where the cache has no scales."""
-        return self.stored.scale_addresses(self._rows[layer])
+        """Return the addresses of one layer, as `Stored.addresses`, for the compiled kernels."""
+        return self.stored.addresses(self._rows[layer])
 
     def places(self, layer: int) -> tuple[Any, Any, int, bool]:
         """Location of the sequences in a layer: block indices int64 [B, 1], filled positions int64 [B], block size, and that

@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
             made = kernels.attend_latent(
                 [each.data_ptr() for each in inputs],
                 [each.stride(0) for each in inputs[:3]],
-                [*cache.addresses(self.layer), *cache.scale_addresses(self.layer)],
+                cache.addresses(self.layer),
                 self.latent_up.data_ptr(),
                 (batch, *shape),
                 (blocks, past + done, block_size, repeats),

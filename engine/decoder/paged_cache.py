@@ -197,13 +197,8 @@ class PagedBatch:
         return all(past + new <= len(table.blocks) * size for table, past, new in own)
 
     def addresses(self, layer: int) -> list[int]:
-        """Return the addresses of one layer's keys and values, for the compiled kernels."""
-        row = self.cache.rows[layer]
-        return [self.cache.stored.keys[row].data_ptr(), self.cache.stored.values[row].data_ptr()]
-
-    def scale_addresses(self, layer: int) -> list[int]:
-        """Return the addresses of the scales of one layer's keys and values, or zeros where the cache has no scales."""
-        return self.cache.stored.scale_addresses(self.cache.rows[layer])
+        """Return the addresses of one layer, as `Stored.addresses`, for the compiled kernels."""
+        return self.cache.stored.addresses(self.cache.rows[layer])
 
     def places(self, layer: int) -> tuple[Any, Any, int, bool]:
         """Location of the sequences, which is the same in all layers."""

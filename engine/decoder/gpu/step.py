@@ -189,7 +189,7 @@ class GpuStep:
         return self._by_rule[rules]
 
     def _take_addresses(self, cache: Cache) -> None:
-        rows = [[*cache.addresses(layer), cache.group_stride(layer)] for layer in range(len(self._layers))]
+        rows = [[*cache.addresses(layer)[:2], cache.group_stride(layer)] for layer in range(len(self._layers))]
         if rows != self._cache_at:
             self._cache_at = rows
             self._caches_L3.copy_(torch.tensor(rows))

@@ -142,7 +142,7 @@ class DecodeStep:
         records = self._tables.latent if is_latent else self._tables.attention
         for name, value in values.items():
             records[name][layers] = value
-        stored = [(*cache.addresses(int(layer)), *cache.scale_addresses(int(layer))) for layer in layers]
+        stored = [cache.addresses(int(layer)) for layer in layers]
         for name, addresses in zip(("keys", "values", "key_scales", "value_scales"), zip(*stored, strict=True), strict=True):
             records[name][layers] = addresses
         return *turns, blocks_BM, past_B

@@ -219,7 +219,7 @@ def score_keys(job: Any, cache: Any, blocks_M: Any, first: Any, queries: Any, sc
     start, scales, size = cache
     table, (rows, positions), width = kernels_at(job.kernels), scores_RP.shape, value_bytes(scales)
     place, end, widens = first, first + positions, _widens(scales, size, rows)
-    wide = np.empty(WIDENED * size if widens else 0, np.uint16)
+    wide, read = np.empty(WIDENED * size if widens else 0, np.uint16), BFLOAT16_BYTES if widens else width
     while place < end:
         count = _run(job, place, end)
         keys = start + width * slot_of(job, blocks_M, place) * size
@@ -227,9 +227,9 @@ def score_keys(job: Any, cache: Any, blocks_M: Any, first: Any, queries: Any, sc
         if widens:
             count = min(count, WIDENED)
             widen_integers(keys, count * size, address_of(wide))
-            call(table.multiply_keys, (address_of(wide), BFLOAT16_BYTES, size, count, queries, positions, rows, results))
-        elif takes_pairs(size):
-            call(table.multiply_keys, (keys, width, size, count, queries, positions, rows, results))
+            keys = address_of(wide)
+        if takes_pairs(size):
+            call(table.multiply_keys, (keys, read, size, count, queries, positions, rows, results))
         elif scales != 0:
             _multiply_integers(keys, size, count, queries, scores_RP, place - first)
         else:
@@ -257,7 +257,7 @@ def add_values(job: Any, cache: Any, blocks_M: Any, first: Any, weights_RP: Any,
         for index in range(rounded_RP.shape[1]):
             rounded_RP[row, index] = narrow(weights_RP[row, index])
     widens = _widens(scales, size, rows)
-    wide = np.empty(WIDENED * size if widens else 0, np.uint16)
+    wide, read = np.empty(WIDENED * size if widens else 0, np.uint16), BFLOAT16_BYTES if widens else width
     while place < end:
         count = _run(job, place, end)
         values = start + width * slot_of(job, blocks_M, place) * size
@@ -267,7 +267,6 @@ def add_values(job: Any, cache: Any, blocks_M: Any, first: Any, weights_RP: Any,
             count = min(count, WIDENED)
             widen_integers(values, count * size, address_of(wide))
             values = address_of(wide)
-        read = BFLOAT16_BYTES if widens else width
         if takes_pairs(size) and count > 1:
             weights = address_of(rounded_RP) + 2 * (place - first)
             call(table.add_weighted_pairs, (values, read, size, count, weights, positions, rows, sums))
