@@ -1,7 +1,7 @@
 """Decoding and prefill of a random mixture of 1.5 B parameters: ours, transformers, llama.cpp and vLLM, in 16, 8 and 4 bits.
 
 pip install llama-cpp-python gguf matplotlib
-python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2] [--vllm-python PYTHON] [--hide avx512]
+python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2] [--vllm-python PYTHON] [--hide avx512 | --require amx]
 
 All contenders stay loaded and are timed in turn. Speeds are medians. A ratio is the median of ratios of two consecutive
 measurements: memory bandwidth drifts within a minute, so contenders of equal bits decode in turn several times.
@@ -12,7 +12,7 @@ this engine alone, after the others, because all do not fit into 24 GB. llama.cp
 
 With `--hide avx512` nothing uses AVX-512, which shows the speed on a processor with AVX2 alone. llama.cpp must have been
 built without it: `GGML_NATIVE=OFF`. Layers compiled by torch.compile are left out then: torch 2.13 ends with a protection
-fault in them.
+fault in them. With `--require amx` the figures are stored apart, as those of a processor with Intel's matrix tiles.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ HIDDEN = {
     }
 }
 """Environments in which this engine and transformers do not use some instructions, by the name of what is hidden."""
+REQUIRED = {"amx": torch.cpu._is_amx_tile_supported}
+"""Whether the processor has some instructions, by the name of what figures require."""
 Rates = dict[str, dict[str, list[float]]]
 
 
@@ -216,8 +218,17 @@ class Setting(NamedTuple):
 
     threads: int
     vllm_python: Path | None
-    hidden: str
+    hidden: str = ""
     """A key of HIDDEN, or nothing."""
+    required: str = ""
+    """A key of REQUIRED, or nothing."""
+
+    @property
+    def result(self) -> str:
+        """The name of the results."""
+        if self.hidden:
+            return f"decode_without_{self.hidden}"
+        return f"decode_with_{self.required}" if self.required else "decode"
 
 
 class Contender:
@@ -402,7 +413,7 @@ def quoted(figures: dict[str, Any]) -> dict[str, str]:
     return said
 
 
-TABLES = {"decode": table, "decode_without_avx512": table}
+TABLES = {"decode": table, "decode_without_avx512": table, "decode_with_amx": table}
 IN_TEXT = {"decode": quoted}
 
 
@@ -439,6 +450,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vllm-python", type=Path, help="of the environment of vLLM; without it vLLM is left out")
     parser.add_argument("--hide", choices=HIDDEN, default="", help="instructions that nothing uses")
+    parser.add_argument("--require", choices=REQUIRED, default="", help="instructions that the processor must have")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -453,7 +465,12 @@ def main() -> None:
         sys.exit(NOT_POSSIBLE_HERE)
     if arguments.hide and arguments.vllm_python:
         parser.error("--hide has no effect on vLLM; leave out --vllm-python")
-    setting = Setting(arguments.threads, arguments.vllm_python, arguments.hide)
+    if arguments.hide and arguments.require:
+        parser.error("--hide and --require exclude each other")
+    if arguments.require and not REQUIRED[arguments.require]():
+        print(f"this processor has no {arguments.require}", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE_HERE)
+    setting = Setting(arguments.threads, arguments.vllm_python, arguments.hide, arguments.require)
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
@@ -472,8 +489,8 @@ def store(directory: Path, setting: Setting, rates: Rates, said: dict[str, dict[
     figures = {"parameters": checkpoint.parameters, "experts": config["num_local_experts"]}
     figures |= {"top_k": config["num_experts_per_tok"], "threads": setting.threads, "stream_gb_per_second": streams}
     figures["rows"] = rows(rates, said, streams, directory)
-    save(f"decode_without_{setting.hidden}" if setting.hidden else "decode", figures, peers(setting.vllm_python))
-    if not setting.hidden:
+    save(setting.result, figures, peers(setting.vllm_python))
+    if setting.result == "decode":
         picture(figures, RESULTS / "decode.png")
 
 

@@ -95,6 +95,12 @@ BENCHMARKS = (
         trial=("--hide", "avx512", "--rounds", "1", "--layers", "1"),
         needs="pip install llama-cpp-python gguf, with llama.cpp built by GGML_NATIVE=OFF",
     ),
+    Benchmark(
+        *("decode", ("decode_with_amx",), ENGINE),
+        arguments=("--require", "amx"),
+        trial=("--require", "amx", "--rounds", "1", "--layers", "1"),
+        needs="pip install llama-cpp-python gguf, and a processor with AMX",
+    ),
     Benchmark("decode_families", ("decode_families",), ENGINE, trial=("--repetitions", "1", "--layers", "8")),
     Benchmark("speculative_decoding", ("speculative_decoding",), ENGINE, trial=("--prompts", "1", "--repetitions", "1")),
     Benchmark(
