@@ -1,7 +1,7 @@
 """Decoding and prefill of a random mixture of 1.5 B parameters: ours, transformers, llama.cpp and vLLM, in 16, 8 and 4 bits.
 
 pip install llama-cpp-python gguf matplotlib
-python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2] [--vllm-python PYTHON] [--hide avx512 | --require amx]
+python benchmarks/decode.py [--directory DIR] [--rounds 5] [--vllm-python PYTHON] [--hide avx512 | --require amx]
 
 All contenders stay loaded and are timed in turn. Speeds are medians. A ratio is the median of ratios of two consecutive
 measurements: memory bandwidth drifts within a minute, so contenders of equal bits decode in turn several times.

@@ -1,11 +1,13 @@
 """`compress fit` beside every other way to a smaller model, at equal bytes: perplexity and divergence on held-out text.
 
     python benchmarks/fit.py [--model demo] [--windows 256] [--rows TITLE …] [--llama-quantize PROGRAM]
+    python benchmarks/fit.py --model DIRECTORY --data TEXT --report TEXT …
 
 Each way makes a model of its own size, and `compress fit` is then given the sizes of their weight files. Everything is
 calibrated on the training documents of the demo model's text, and judged on the half of the held-out documents that is for
-reports; losses are paired by document. Everything is computed in float32, so that only weights differ. Finished rows are
-kept in benchmarks/results/fit_MODEL.jsonl, and a run that was interrupted goes on with the first that is missing.
+reports; losses are paired by document. Another model, such as examples/real_mixture.py makes, is calibrated on `--data` and
+judged on `--report`. Everything is computed in float32, so that only weights differ. Finished rows are kept in
+benchmarks/results/fit_MODEL.jsonl, and a run that was interrupted goes on with the first that is missing.
 
 llama.cpp's program `llama-quantize` makes its rows from the model as a GGUF file, with the importance matrix that `compress
 export --imatrix-output` writes from the same calibration text. Their size is that of the tensors alone. Types K and IQ need
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from default_method import windows_of
 from methods import MODELS
-from results import BUILD, RESULTS, ROOT, markdown, remember, remembered, save
+from results import BUILD, NOT_POSSIBLE_HERE, RESULTS, ROOT, markdown, remember, remembered, save
 from torch import Tensor
 
 from compress.fit_sweep import named
@@ -64,6 +66,8 @@ ROWS: dict[str, tuple[str, ...]] = {
 TYPES = {f"llama.cpp, {kind}": kind for kind in ("Q4_K_M", "Q3_K_M", "IQ4_XS", "Q2_K", "IQ3_XXS", "IQ2_XS")}
 """Types of llama.cpp by the titles of their rows."""
 SAMPLES = 128
+PRETRAINED = "fit_pretrained_mixture"
+"""Name of the results of a model of one's own."""
 _OTHER_TYPES = re.compile(r"(\d+) of (\d+) tensor\(s\) required fallback")
 
 
@@ -114,7 +118,7 @@ def measured(model: Path, reference: Reference, tokens_SL: Tensor) -> dict[str, 
 
 def way(title: str, reference: Reference, tokens_SL: Tensor, options: argparse.Namespace) -> dict[str, Any]:
     """Return a row with the result of one way."""
-    model, path, about = MODELS[options.model], options.place / "way", dict[str, Any]()
+    model, path, about = options.source, options.place / "way", dict[str, Any]()
     if title in TYPES:
         path, about = by_llama_cpp(TYPES[title], model, options.place, options)
     else:
@@ -125,24 +129,29 @@ def way(title: str, reference: Reference, tokens_SL: Tensor, options: argparse.N
 def fitted(sizes: Sequence[int], options: argparse.Namespace) -> dict[int, Path]:
     """Return the results of `compress fit` by their sizes, which are made with one set of statistics."""
     output = options.place / "fitted"
-    command(("fit", "--target-size", ",".join(map(str, sizes)), "--resume"), MODELS[options.model], output, options)
+    command(("fit", "--target-size", ",".join(map(str, sizes)), "--resume"), options.source, output, options)
     return {size: output / named(size) if len(sizes) > 1 else output for size in sizes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=tuple(MODELS), default="demo")
+    parser.add_argument("--model", default="demo", help=f"{', '.join(MODELS)} or a directory")
     parser.add_argument("--windows", type=int, default=256, help="held-out windows of 256 tokens")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="calibration sequences")
     parser.add_argument("--rows", nargs="*", choices=[*ROWS, *TYPES], help="titles of rows; all by default")
     parser.add_argument("--llama-quantize", default=shutil.which("llama-quantize"), help="this program of llama.cpp")
-    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--data", default="stdlib", help="calibration text")
+    parser.add_argument("--report", help="text to judge on; by default the report half of the held-out documents")
     options = parser.parse_args()
-    options.place = BUILD / "fit" / options.model
+    if options.model not in MODELS and options.report is None:
+        print("give --data and --report with a model of your own", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE_HERE)
     torch.set_num_threads(1)
-    name = f"fit_{options.model.replace('-', '_')}"
-    source = Checkpoint(resolve(MODELS[options.model]))
-    windows = windows_of(MODELS[options.model], "report", options.windows)
+    name = f"fit_{options.model.replace('-', '_')}" if options.model in MODELS else PRETRAINED
+    options.source, options.place = MODELS.get(options.model, options.model), BUILD / name
+    source = Checkpoint(resolve(options.source))
+    half = "report" if options.report is None else "all"
+    windows = windows_of(options.source, half, options.windows, options.report or "stdlib")
     tokens_SL, done = windows.tokens_SL, RESULTS / f"{name}.jsonl"
     key = [options.windows, options.samples]
     titles = options.rows or [*ROWS, *(TYPES if options.llama_quantize else ())]
@@ -166,7 +175,6 @@ def main() -> None:
     save(
         name,
         {
-            "model": options.model,
             "samples": options.samples,
             "bytes": weight_file_bytes(source.directory),
             "windows": list(tokens_SL.shape),
@@ -222,7 +230,7 @@ def table(figures: dict[str, Any]) -> str:
     return about + markdown(head, cells)
 
 
-TABLES = {"fit_demo": table, "fit_shared_expert": table}
+TABLES = {"fit_demo": table, "fit_shared_expert": table, PRETRAINED: table}
 
 
 if __name__ == "__main__":

@@ -202,6 +202,12 @@ BENCHMARKS = (
         arguments=("--model", "shared-expert"),
         trial=("--model", "shared-expert", "--windows", "8", "--samples", "16", "--rows", "2 bits, gptq"),
     ),
+    Benchmark(
+        *("fit", ("fit_pretrained_mixture",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
+        arguments=("--model", "DIRECTORY"),
+        trial=("--model", "DIRECTORY"),
+        needs="a mixture made by examples/real_mixture.py and trained, and two texts",
+    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),
