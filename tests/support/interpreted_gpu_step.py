@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.gpu import layers as gpu_layers
 from engine.decoder.gpu import triton_experts
-from engine.decoder.gpu.step import GpuStep, can_step
+from engine.decoder.gpu.step import GpuStep, can_step, use_gpu_steps
 from engine.decoder.gpu.triton_experts import TritonExperts
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
@@ -94,6 +94,14 @@ def test_equals_the_layers(family: str, batch: int, tmp_path: Path) -> None:
     tokens_BP = some_tokens(decoder, batch, 9 + STEPS)
     expected = logits_of_steps(decoder, None, tokens_BP)
     assert torch.allclose(logits_of_steps(decoder, GpuStep(decoder), tokens_BP), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_trial_finds_that_it_equals_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, with the choices that the kernels note."""
+    monkeypatch.setenv("COMPRESS_KERNELS", "compiled")
+    decoder = opened("mixtral", tmp_path, torch.bfloat16)
+    use_gpu_steps(decoder)
+    assert decoder.gpu_step is not None
 
 
 def test_texts_longer_than_a_block_of_keys(tmp_path: Path) -> None:

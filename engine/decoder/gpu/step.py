@@ -13,7 +13,6 @@ Shape suffixes: B sequences (T in a layer), L positions or layers, D hidden, M b
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,12 +28,13 @@ from engine.decoder.attention import Cache
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.gpu.layers import AttentionOnGpu, FeedForwardOnGpu, Places, Product, is_plain, serves
 from engine.decoder.gpu.prompt import PromptGraphs, serves_prompt
-from engine.decoder.gpu.triton_experts import TritonExperts, wait
+from engine.decoder.gpu.trial import pays
+from engine.decoder.gpu.triton_experts import TritonExperts
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, embedded, times
 from engine.decoder.routing import Routing, Selection, Skipping
 from engine.kernels.gpu.launching import normed_rows, power_of_two, recorded, step_kernels
-from engine.kernels.kernel_choice import DECODING, PROMPT, KernelChoice, wanted_kernels
+from engine.kernels.kernel_choice import KernelChoice, wanted_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +42,6 @@ MOST_SEQUENCES = 64
 """Maximum number of sequences of a step that runs as a graph."""
 MOST_RULES = 4
 """Number of routings, such as thresholds of skipping, whose graphs are kept."""
-TRIAL_LENGTH, TRIAL_STEPS, TRIAL_SEQUENCES = 24, 4, (1, 6)
-"""Positions of the prompt, steps after it, and sequences in each of the trials, which take different kernels."""
-TOLERANCE, LEAST_TOLERANCE = 12, 1e-4
-"""Largest median of the relative errors in a trial: a multiple of the dtype's rounding, but at least so much."""
 
 
 @dataclass
@@ -364,63 +360,9 @@ def use_gpu_steps(decoder: Decoder) -> None:
     try:
         step_kernels()
         step = GpuStep(decoder)
-        decoder.gpu_step = step if _pays(decoder, step, wanted == "auto") else None
+        decoder.gpu_step = step if pays(decoder, step, wanted == "auto") else None
     except ImportError:
         return  # use_triton has said it
     except Exception as error:  # raised by Triton, its C compiler, ptxas or the driver, none of which torch needs
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         _log.warning("decoding runs layer by layer: its trial failed on this GPU (%s)", reason)
-
-
-@torch.inference_mode()
-def _pays(decoder: Decoder, step: GpuStep, is_timed: bool) -> bool:
-    """Return whether the graphs give what the layers give, and steps are faster. Prompts are given up alone."""
-    limit = max(LEAST_TOLERANCE, TOLERANCE * torch.finfo(decoder.dtype).eps)
-    for sequences in TRIAL_SEQUENCES:
-        by_layers, by_graphs = (_tried(decoder, own, sequences) for own in (None, step))
-        if any(what != "prompts" for what in step.failed):
-            return False
-        prompt, steps = _error(by_graphs.prompt, by_layers.prompt), _error(by_graphs.steps, by_layers.steps)
-        if not steps <= limit:  # also refuses NaN
-            _log.warning("decoding runs layer by layer: its kernels have an error of %.1e", steps)
-            return False
-        if not prompt <= limit:
-            _log.warning("prompts are read layer by layer: their kernels have an error of %.1e", prompt)
-            step.failed.add("prompts")
-        if is_timed and by_graphs.seconds >= by_layers.seconds:
-            return False
-    return True
-
-
-class _Tried(NamedTuple):
-    """Logits of a trial's prompt and of its steps, and the seconds of the last step."""
-
-    prompt: Tensor
-    steps: Tensor
-    seconds: float
-
-
-def _tried(decoder: Decoder, step: GpuStep | None, sequences: int) -> _Tried:
-    """Return what a decoder gives through its layers, or through graphs."""
-    generator = torch.Generator().manual_seed(sequences)
-    shape = sequences, TRIAL_LENGTH + TRIAL_STEPS
-    tokens_BP = torch.randint(decoder.config.vocabulary_size, shape, generator=generator).to(decoder.device)
-    decoder.gpu_step = step
-    try:
-        cache = KeyValueCache(decoder.config, *shape, decoder.dtype, decoder.device)
-        prompt = decoder(tokens_BP[:, :TRIAL_LENGTH], None, cache, PROMPT)
-        steps, seconds = [], 0.0
-        for token_B1 in tokens_BP[:, TRIAL_LENGTH:].split(1, dim=1):
-            started = time.perf_counter()
-            steps.append(decoder(token_B1, None, cache, DECODING))
-            wait(steps[-1])
-            seconds = time.perf_counter() - started
-    finally:
-        decoder.gpu_step = None
-    return _Tried(prompt, torch.cat(steps), seconds)
-
-
-def _error(made: Tensor, expected: Tensor) -> float:
-    """Return the median relative error of the rows; one whose experts are nearly equal may take others."""
-    made, expected = made.float().flatten(0, -2), expected.float().flatten(0, -2)
-    return float(((made - expected).norm(dim=1) / expected.norm(dim=1)).median())

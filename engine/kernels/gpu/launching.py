@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -37,14 +39,26 @@ def recorded(launch: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     """Return what `launch` launches as a graph, in memory of `pool` (torch.cuda.graph_pool_handle).
 
     It has to have run once before. A process may record one graph at a time. After a failure, the caller has its own
-    stream again.
+    stream again. No garbage is collected meanwhile: CUDA may not destroy a graph while another is recorded.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with _RECORDING:
+    with _RECORDING, _uncollected():
         torch.cuda.synchronize()
         with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             launch()
     return graph
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage inside."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def rms_norm_on_gpu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:

@@ -16,8 +16,7 @@ from triton_for_tests import Launches, check_interpreted, compiled
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.gpu import layers as gpu_layers
-from engine.decoder.gpu import step as gpu_step
-from engine.decoder.gpu import triton_experts
+from engine.decoder.gpu import trial, triton_experts
 from engine.decoder.gpu.layers import Product
 from engine.decoder.gpu.step import GpuStep, can_step, use_gpu_steps
 from engine.decoder.kv_cache import KeyValueCache
@@ -123,7 +122,7 @@ def test_an_error_of_the_trial_leaves_no_graphs(
             raise MemoryError("out of memory")
         return KeyValueCache(*given)
 
-    monkeypatch.setattr(gpu_step, "KeyValueCache", full)
+    monkeypatch.setattr(trial, "KeyValueCache", full)
     use_gpu_steps(decoder)
     assert decoder.gpu_step is None and "its trial failed on this GPU (MemoryError: out of memory)" in caplog.text
 
