@@ -17,5 +17,5 @@ def needs_kernels(feature: str, reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(lacks, reason=needs_numba.kwargs["reason"] if kernels is None else reason)
 
 
-needs_integers = needs_kernels("MULTIPLIES_INTEGERS", "this processor does not multiply 8-bit integers four at a time")
+needs_integers = needs_kernels("MULTIPLIES_INTEGERS", "this processor does not multiply low-bit matrices as integers")
 needs_pairs = needs_kernels("MULTIPLIES_BFLOAT16", "this processor does not multiply pairs of bfloat16")

@@ -197,3 +197,18 @@ def add_quadruples(builder: Any, total: Any, unsigned: Any, signed: Any, lanes: 
     """Return total + the products of bytes (AVX512-VNNI). Each lane of 32 bits gets the sum of four products."""
     dot = ir.FunctionType(lanes, [lanes] * 3)
     return builder.asm(dot, "vpdpbusd $3, $2, $0", "=v,0,v,v", [total, unsigned, signed], False)
+
+
+def pairs_of_words(builder: Any, a: Any, b: Any) -> Any:
+    """Return the products of 16 pairs of integers of 16 bits, added up two by two: eight sums (AVX2)."""
+    return _avx2(builder, "vpmaddwd", ir.VectorType(INT, 8), a, b)
+
+
+def pairs_of_bytes(builder: Any, unsigned: Any, signed: Any) -> Any:
+    """Return the products of 32 pairs of bytes, added up two by two: 16 sums of 16 bits, which saturate (AVX2)."""
+    return _avx2(builder, "vpmaddubsw", ir.VectorType(SHORT, 16), unsigned, signed)
+
+
+def _avx2(builder: Any, instruction: str, made: Any, a: Any, b: Any) -> Any:
+    function = ir.FunctionType(made, [a.type, b.type])
+    return builder.asm(function, f"{instruction} $2, $1, $0", "=x,x,x", [a, b], False)

@@ -2,8 +2,8 @@
 
 A weight is scale · (stored − 2^(bits−1)), with one bfloat16 scale for each group of 32, 64 or 128 weights. Each 32 values of
 a vector are rounded to 8 bits and share a scale (rounded_vectors.py), so that processors with AVX512-VNNI multiply four
-pairs of integers in a lane at once. The stored values are multiplied as unsigned integers, and the offset times the vector's
-sums is subtracted at the end.
+pairs of integers in a lane at once, and those with AVX2 two. The stored values are multiplied as unsigned integers, and the
+offset times the vector's sums is subtracted at the end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from engine.kernels.compiler.instructions import (
     INDEX,
     INT,
     LANES,
+    SHORT,
     add_product,
     add_quadruples,
     added_up,
@@ -34,6 +35,8 @@ from engine.kernels.compiler.instructions import (
     loop,
     many,
     narrowed,
+    pairs_of_bytes,
+    pairs_of_words,
     parts,
     repeated,
     spread,
@@ -41,7 +44,7 @@ from engine.kernels.compiler.instructions import (
 )
 from engine.kernels.compiler.memory import call, record_at
 from engine.kernels.compiler.parallel import kernels_at
-from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS
+from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS, MULTIPLIES_QUADRUPLES
 from engine.kernels.dot_products import MULTIPLY
 from engine.kernels.stored.forms import form_at
 from engine.kernels.stored.rounded_vectors import CHUNK, ROUNDED, UNIT
@@ -153,7 +156,7 @@ class _MatrixRow:
                 fetched += REGISTER
             first = step * unit // ROUNDED
             for r, vector in enumerate(vectors):
-                dots = vector.dots(builder.add(index, INDEX(step * unit)), stored)
+                dots = vector.dots(builder.add(index, INDEX(step * unit)), stored, bits)
                 each = spread(builder, own[r], first, LANES * ROUNDED // unit, LANES)
                 sums[3 * r + step % 2] = add_product(builder, sums[3 * r + step % 2], dots, each)
         return sums
@@ -168,7 +171,7 @@ class _MatrixRow:
         for r, vector in enumerate(vectors):
             own = builder.fmul(scales, vector.scales(index, count))
             each = spread(builder, own, 0, LANES // count, LANES)
-            sums[3 * r] = add_product(builder, sums[3 * r], vector.dots(index, stored), each)
+            sums[3 * r] = add_product(builder, sums[3 * r], vector.dots(index, stored, bits), each)
             taken_off = builder.fmul(scales, vector.offsets(index, count))
             filled = builder.shuffle_vector(taken_off, zeros, ir.Constant(ir.VectorType(INT, LANES), lanes))
             sums[3 * r + 2] = builder.fadd(sums[3 * r + 2], filled)
@@ -182,7 +185,7 @@ class _MatrixRow:
         made = []
         for r, vector in enumerate(vectors):
             own = repeated(builder, builder.fmul(scale, vector.scales(index, 1)), self._lanes)
-            made.append(add_product(builder, sums[2 * r], vector.dots(index, stored), own))
+            made.append(add_product(builder, sums[2 * r], vector.dots(index, stored, bits), own))
             made.append(add_product(builder, sums[2 * r + 1], scale, vector.offsets(index, 1)))
         return made
 
@@ -237,27 +240,55 @@ class _Rounded:
         place = at(self._builder, address, parts(self._builder, index, ROUNDED), 4)
         return load(self._builder, place, many(FLOAT, size))
 
-    def dots(self, index: Any, stored: list[Any]) -> Any:
+    def dots(self, index: Any, stored: list[Any], bits: int) -> Any:
         """Return sums of four products each, as floats. stored: registers of weights; their values begin at `index`."""
         builder, size = self._builder, stored[0].type.count
         lanes = ir.VectorType(INT, size // 4)
         total = ir.Constant(lanes, [0] * (size // 4))
         for place, weights in enumerate(stored):
             address = at(builder, self._values, builder.add(index, INDEX(place * size)), 1)
-            if MULTIPLIES_INTEGERS:
+            if MULTIPLIES_QUADRUPLES:
                 unsigned, signed = builder.bitcast(weights, lanes), load(builder, address, lanes)
                 total = add_quadruples(builder, total, unsigned, signed, lanes)
             else:
-                total = builder.add(total, self._dots_of_four(weights, address, size))
+                total = builder.add(total, self._dots_of_four(weights, address, size, bits))
         return builder.sitofp(total, ir.VectorType(FLOAT, size // 4))
 
-    def _dots_of_four(self, weights: Any, address: Any, size: int) -> Any:
-        """Return sums of four products without AVX512-VNNI, so that every processor can compile this file."""
-        builder, wide = self._builder, ir.VectorType(INT, size)
-        values = builder.sext(load(builder, address, ir.VectorType(BYTE, size)), wide)
-        products = builder.mul(builder.zext(weights, wide), values)
-        places = (ir.Constant(ir.VectorType(INT, size // 4), [*range(first, size, 4)]) for first in range(4))
-        first, *others = (builder.shuffle_vector(products, products, each) for each in places)
+    def _dots_of_four(self, weights: Any, address: Any, size: int, bits: int) -> Any:
+        """Return sums of four products without AVX512-VNNI: by AVX2, or by what every processor can compile.
+
+        Two products of 8-bit weights need 17 bits, so that these are widened to 16 bits first.
+        """
+        builder, words = self._builder, ir.VectorType(SHORT, size)
+        values = load(builder, address, ir.VectorType(BYTE, size))
+        if not MULTIPLIES_INTEGERS:
+            wide = ir.VectorType(INT, size)
+            return self._added(builder.mul(builder.zext(weights, wide), builder.sext(values, wide)), 4)
+        if bits < 8 and size >= 32:
+            ones = ir.Constant(ir.VectorType(SHORT, 16), [1] * 16)
+            pairs = [pairs_of_bytes(builder, *both) for both in self._cut(32, weights, values)]
+            return self._joined([pairs_of_words(builder, each, ones) for each in pairs])
+        both = self._cut(16, builder.zext(weights, words), builder.sext(values, words))
+        return self._added(self._joined([pairs_of_words(builder, *each) for each in both]), 2)
+
+    def _cut(self, size: int, *vectors: Any) -> list[tuple[Any, ...]]:
+        """Return parts of `size` numbers of each vector."""
+        starts = range(0, vectors[0].type.count, size)
+        places = [ir.Constant(ir.VectorType(INT, size), [*range(first, first + size)]) for first in starts]
+        return [tuple(self._builder.shuffle_vector(each, each, place) for each in vectors) for place in places]
+
+    def _joined(self, vectors: list[Any]) -> Any:
+        while len(vectors) > 1:
+            places = ir.Constant(ir.VectorType(INT, 2 * vectors[0].type.count), [*range(2 * vectors[0].type.count)])
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self._builder.shuffle_vector(*pair, places) for pair in pairs]
+        return vectors[0]
+
+    def _added(self, numbers: Any, count: int) -> Any:
+        """Return the sums of each `count` neighboring integers."""
+        builder, size = self._builder, numbers.type.count
+        places = (ir.Constant(ir.VectorType(INT, size // count), [*range(first, size, count)]) for first in range(count))
+        first, *others = (builder.shuffle_vector(numbers, numbers, each) for each in places)
         for other in others:
             first = builder.add(first, other)
         return first

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +61,28 @@ def test_processors_without_shifts_of_bytes_multiply_3_bits() -> None:
     command = [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_products_of_3_bits"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-2000:]
+
+
+@needs_integers
+@pytest.mark.slow
+def test_low_bits_need_no_avx512() -> None:
+    """As on processors with AVX2 alone, where bytes are multiplied in pairs."""
+    from engine.kernels.compiler.processor import FEATURES, NAME
+
+    features = re.sub(r"\+(avx512|amx)\w*", lambda found: "-" + found[0][1:], FEATURES)
+    environment = os.environ | {"NUMBA_CPU_NAME": NAME, "NUMBA_CPU_FEATURES": features, "COMPRESS_KERNELS": "compiled"}
+    of_products = str(Path(__file__).parents[1] / "test_linear.py")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not slow",
+        "-k",
+        "bits or low_bit or widths",
+        of_products,
+        __file__,
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]
