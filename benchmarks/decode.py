@@ -449,8 +449,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vllm-python", type=Path, help="of the environment of vLLM; without it vLLM is left out")
-    parser.add_argument("--hide", choices=HIDDEN, default="", help="instructions that nothing uses")
-    parser.add_argument("--require", choices=REQUIRED, default="", help="instructions that the processor must have")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--hide", choices=HIDDEN, default="", help="instructions that nothing uses")
+    kind.add_argument("--require", choices=REQUIRED, default="", help="instructions that the processor must have")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -465,8 +466,6 @@ def main() -> None:
         sys.exit(NOT_POSSIBLE_HERE)
     if arguments.hide and arguments.vllm_python:
         parser.error("--hide has no effect on vLLM; leave out --vllm-python")
-    if arguments.hide and arguments.require:
-        parser.error("--hide and --require exclude each other")
     if arguments.require and not REQUIRED[arguments.require]():
         print(f"this processor has no {arguments.require}", file=sys.stderr)
         sys.exit(NOT_POSSIBLE_HERE)

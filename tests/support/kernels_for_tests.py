@@ -1,7 +1,11 @@
-"""The compiled kernels, or None where Numba is not installed, and the marks of tests that need them."""
+"""The compiled kernels (None without Numba), marks of tests that need them, and tests without some instructions."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -19,3 +23,17 @@ def needs_kernels(feature: str, reason: str) -> pytest.MarkDecorator:
 
 needs_integers = needs_kernels("MULTIPLIES_INTEGERS", "this processor does not multiply low-bit matrices as integers")
 needs_pairs = needs_kernels("MULTIPLIES_BFLOAT16", "this processor does not multiply pairs of bfloat16")
+WITHOUT_AVX512 = r"(?:avx512|amx)\w*"
+"""A pattern of what processors with AVX2 alone lack."""
+
+
+def passed_without(features: str, *arguments: str) -> str:
+    """Return what pytest prints for tests that pass where kernels do not use features of the processor of a pattern."""
+    from engine.kernels.compiler.processor import FEATURES, NAME
+
+    left = re.sub(rf"\+({features})\b", lambda found: "-" + found[1], FEATURES)
+    environment = os.environ | {"NUMBA_CPU_NAME": NAME, "NUMBA_CPU_FEATURES": left, "COMPRESS_KERNELS": "compiled"}
+    command = [sys.executable, "-m", "pytest", "-q", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout

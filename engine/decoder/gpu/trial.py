@@ -11,11 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.decoder.experts import MoeBlock
 from engine.decoder.gpu.triton_experts import wait
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, Steps
@@ -30,6 +33,9 @@ TOLERANCE, LEAST_TOLERANCE = 12, 1e-4
 """Largest median of the relative errors in a trial: a multiple of the dtype's rounding, but at least so much."""
 MOST_OTHER_EXPERTS = 0.25
 """Largest share of the slots in which graphs take an expert that the layers do not take."""
+
+
+Observer = Callable[[Tensor, Tensor, Selection], None]
 
 
 class Graphs(Steps, Protocol):
@@ -100,26 +106,33 @@ def _tried(decoder: Decoder, step: Graphs | None, sequences: int, choices: _Choi
     generator = torch.Generator().manual_seed(sequences)
     shape = sequences, TRIAL_LENGTH + TRIAL_STEPS + 1
     tokens_BP = torch.randint(decoder.config.vocabulary_size, shape, generator=generator).to(decoder.device)
-    blocks = decoder.moe_blocks
-    observers, decoder.gpu_step = [block.observer for block in blocks], step
+    decoder.gpu_step = step
     try:
         cache = KeyValueCache(decoder.config, *shape, decoder.dtype, decoder.device)
         prompt = decoder(tokens_BP[:, :TRIAL_LENGTH], None, cache, PROMPT)
         *compared, timed_B1 = tokens_BP[:, TRIAL_LENGTH:].split(1, dim=1)
-        for block in blocks:
-            block.observer = choices.impose if step is None else choices.note
-        steps = [decoder(token_B1, None, cache, DECODING) for token_B1 in compared]
-        for block, observer in zip(blocks, observers, strict=True):
-            block.observer = observer
+        with _observed(decoder.moe_blocks, choices.impose if step is None else choices.note):
+            steps = [decoder(token_B1, None, cache, DECODING) for token_B1 in compared]
         wait(steps[-1])
         started = time.perf_counter()
         wait(decoder(timed_B1, None, cache, DECODING))
         seconds = time.perf_counter() - started
     finally:
         decoder.gpu_step = None
-        for block, observer in zip(blocks, observers, strict=True):
-            block.observer = observer
     return _Tried(prompt, torch.cat(steps), seconds)
+
+
+@contextmanager
+def _observed(blocks: Sequence[MoeBlock], observe: Observer) -> Iterator[None]:
+    """Let `observe` see what the blocks choose inside, in place of their own observers."""
+    own = [block.observer for block in blocks]
+    try:
+        for block in blocks:
+            block.observer = observe
+        yield
+    finally:
+        for block, observer in zip(blocks, own, strict=True):
+            block.observer = observer
 
 
 def _error(made: Tensor, expected: Tensor) -> float:

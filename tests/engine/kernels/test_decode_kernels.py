@@ -5,10 +5,6 @@ Whole models of every family are compared too, with the kernels and without them
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
-from kernels_for_tests import kernels
+from kernels_for_tests import WITHOUT_AVX512, kernels, passed_without
 from nearness import is_as_near
 from packages_for_tests import needs_numba
 from torch import Tensor
@@ -269,14 +265,8 @@ def test_new_keys_and_values_are_rounded_to_8_bits_as_by_torch() -> None:
 @pytest.mark.slow
 def test_attention_needs_no_products_of_bfloat16() -> None:
     """As on processors with AVX2 alone: kernels that read 8 bits must not hold an instruction that these lack."""
-    from engine.kernels.compiler.processor import FEATURES, NAME
-
-    features = re.sub(r"\+(avx512|amx)\w*", lambda found: "-" + found[0][1:], FEATURES)
-    environment = os.environ | {"NUMBA_CPU_NAME": NAME, "NUMBA_CPU_FEATURES": features, "COMPRESS_KERNELS": "compiled"}
     tests = f"{test_attention_over_several_pieces_equals_the_textbook.__name__} or 8_bits"
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", tests]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-2000:]
+    assert "passed" in passed_without(WITHOUT_AVX512, __file__, "-k", tests)
 
 
 @needs_numba

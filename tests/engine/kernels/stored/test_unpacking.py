@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from kernels_for_tests import kernels, needs_integers
+from kernels_for_tests import WITHOUT_AVX512, kernels, needs_integers, passed_without
 from packages_for_tests import needs_numba
 
 from engine.kernels.kernel_choice import DECODING
@@ -54,35 +51,13 @@ def test_products_of_3_bits() -> None:
 @needs_integers
 @pytest.mark.slow
 def test_processors_without_shifts_of_bytes_multiply_3_bits() -> None:
-    from engine.kernels.compiler.processor import FEATURES, NAME
-
-    features = FEATURES.replace("+avx512vbmi,", f"{LACKING},")
-    environment = os.environ | {"NUMBA_CPU_NAME": NAME, "NUMBA_CPU_FEATURES": features, "COMPRESS_KERNELS": "compiled"}
-    command = [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_products_of_3_bits"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-2000:]
+    assert "1 passed" in passed_without(LACKING[1:], f"{__file__}::test_products_of_3_bits")
 
 
 @needs_integers
 @pytest.mark.slow
 def test_low_bits_need_no_avx512() -> None:
     """As on processors with AVX2 alone, where bytes are multiplied in pairs."""
-    from engine.kernels.compiler.processor import FEATURES, NAME
-
-    features = re.sub(r"\+(avx512|amx)\w*", lambda found: "-" + found[0][1:], FEATURES)
-    environment = os.environ | {"NUMBA_CPU_NAME": NAME, "NUMBA_CPU_FEATURES": features, "COMPRESS_KERNELS": "compiled"}
     of_products = str(Path(__file__).parents[1] / "test_linear.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow",
-        "-k",
-        "bits or low_bit or widths",
-        of_products,
-        __file__,
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]
+    chosen = ("-m", "not slow", "-k", "bits or low_bit or widths")
+    assert " passed" in passed_without(WITHOUT_AVX512, *chosen, of_products, __file__)
