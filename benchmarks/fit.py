@@ -42,6 +42,7 @@ from engine.checkpoint.model_directory import resolve
 UNITS = ("prune", "--method", "unit-obs", "--sparsity")
 EXPERTS = ("prune", "--granularity", "expert", "--method")
 ROWS: dict[str, tuple[str, ...]] = {
+    "units, 10 %": (*UNITS, "0.1"),
     "8 bits, nearest": ("quantize", "--bits", "8"),
     "units, 25 %": (*UNITS, "0.25"),
     "experts (fisher), 25 %": (*EXPERTS, "fisher", "--sparsity", "0.25"),
@@ -58,6 +59,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "3 bits, gptq": ("quantize", "--bits", "3", "--rounding", "gptq"),
     "units, 50 %, then 4 bits": (*UNITS, "0.5", "--bits", "4"),
     "experts (fisher), 50 %, then 4 bits": (*EXPERTS, "fisher", "--sparsity", "0.5", "--bits", "4"),
+    "units, 75 %, then 2 bits": (*UNITS, "0.75", "--bits", "2"),
     "2 bits, nearest": ("quantize", "--bits", "2"),
     "2 bits, awq": ("quantize", "--bits", "2", "--rounding", "awq"),
     "2 bits, gptq": ("quantize", "--bits", "2", "--rounding", "gptq"),
