@@ -29,6 +29,7 @@ from compress.plans.apply import apply
 from compress.plans.plan import Plan, narrowed_expert, pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
+from engine.errors import UnsupportedError
 from engine.families.gguf.table import gguf_model_types
 
 COMMON = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 512, "vocab_size": 128}
@@ -38,10 +39,15 @@ LATENT = FINE | {
 }
 DELTA = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 DELTA |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
+SCALED |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": SCALED},
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
     "qwen3_moe": {"moe_intermediate_size": 64},
     "olmoe": {"num_key_value_heads": 4},
+    "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4, "head_dim": 16, "intermediate_size_mlp": 96}
+    | {"rope_parameters": SCALED | {"factor": 16.0, "high_freq_factor": 1.0}},
     "gpt_oss": {"swiglu_limit": 7.0, "head_dim": 32, "sliding_window": 16},
     "mistral": {"sliding_window": None},
     "deepseek_v2": LATENT | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
@@ -150,7 +156,12 @@ def measured(python: str, family: str, place: Path, tokens: int) -> dict[str, di
             model = place / f"made-{number}"
             model.mkdir()
             apply(plan, full, model)
-        export_gguf(GgufExportOptions(model=str(model), output=place / f"{number}.gguf", type=kind))
+        try:
+            export_gguf(GgufExportOptions(model=str(model), output=place / f"{number}.gguf", type=kind))
+        except UnsupportedError:  # a plan that files of this family cannot say
+            if plan is None:
+                raise
+            continue
         found[column] = difference(python, place / f"{number}.gguf", tokens)
     return found
 

@@ -198,7 +198,13 @@ class Contender:
 
 def measure(arguments: argparse.Namespace, model: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the figures, and what is known of llama.cpp."""
-    figures: dict[str, Any] = {"model": model.name, "threads": arguments.threads, "new_tokens": NEW, "window": WINDOW}
+    figures: dict[str, Any] = {
+        "model": model.name,
+        "text": arguments.text.name,
+        "threads": arguments.threads,
+        "new_tokens": NEW,
+        "window": WINDOW,
+    }
     contenders = {kind: Contender(kind, arguments, model) for kind in WORKERS}
     figures |= {kind: {"text": contender.ask("text"), "decode": []} for kind, contender in contenders.items()}
     for _ in range(arguments.rounds):

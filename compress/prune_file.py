@@ -39,8 +39,7 @@ def check_file_result(options: PruneOptions, checkpoint: Checkpoint, budget: Bud
         return
     if checkpoint.gguf is None:
         raise OptionError(f"{options.output}: a GGUF file is made of a GGUF file, and {options.model} is none; {_EXPORT}")
-    if options.output.resolve() in {file.path.resolve() for file in checkpoint.gguf.files}:
-        raise OptionError(f"{options.output}: is a file of the model itself, which is read while the result is written")
+    checkpoint.gguf.check_output(options.output)
     if options.merge != "none":
         raise OptionError(f"{options.output}: its experts are those of {options.model} as stored, not merged; {_EXPORT}")
     if options.recover.steps or options.distill.steps:

@@ -24,7 +24,7 @@ from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.stored_views import MXFP4
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import own_routings
-from engine.errors import CompressError, ExportError, UnsupportedError
+from engine.errors import CheckpointError, CompressError, ExportError, UnsupportedError
 from engine.families.gguf.description import Description, described
 from engine.families.gguf.mixes import ALIASES, WRITTEN_TYPES, WrittenType, tensor_types, types_by_form
 from engine.files.gguf_file import SUFFIX, check_name
@@ -48,10 +48,14 @@ def export_gguf(options: GgufExportOptions, progress: Progress = no_progress) ->
 
 def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
-    for output in filter(None, (options.output, options.imatrix_output)):
+    outputs = [output for output in (options.output, options.imatrix_output) if output is not None]
+    for output in outputs:
         check_file_output(output, options.overwrite)
     check_name(options.output)
     checkpoint, problem = Checkpoint(resolve(options.model)), None
+    if checkpoint.gguf is not None:
+        for output in outputs:
+            checkpoint.gguf.check_output(output)
     try:
         description = described(checkpoint.config)
         types, written = _types(options, checkpoint, description)
@@ -66,7 +70,10 @@ def _export(options: GgufExportOptions, progress: Progress) -> dict[str, Any]:
     weights = inputs.sums.squares
     with ExitStack() as named:
         partial = named.enter_context(replacing(options.output, "GGUF file", SUFFIX))
-        write_gguf(partial, checkpoint, description, types, about, lambda each: progress(each, "writing"), weights)
+        try:
+            write_gguf(partial, checkpoint, description, types, about, lambda each: progress(each, "writing"), weights)
+        except (CheckpointError, UnsupportedError) as error:
+            raise type(error)(f"{options.model}: {error}") from error
         try:
             _compare_tokens(checkpoint, partial, tokenizer)
             rounded = GgufRoundedCheckpoint(checkpoint.directory, description, types, weights)

@@ -135,7 +135,7 @@ class GgufExportOptions:
         for path, flag in ((self.output, "--output"), (self.imatrix_output, "--imatrix-output")):
             if path is not None and path.suffix != ".gguf":
                 raise OptionError(f"{path}: the name of a GGUF file ends in .gguf; give another {flag}")
-        if self.imatrix_output is not None and self.imatrix_output.absolute() == self.output.absolute():
+        if self.imatrix_output is not None and self.imatrix_output.resolve() == self.output.resolve():
             raise OptionError(f"{self.output}: is the model and the importance matrix; give another --imatrix-output")
         check_packages(("gguf",), extra="gguf")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.checkpoint.block_float8 import ACTIVATION_SCALES, SUFFIXES, Float8
-from engine.checkpoint.gguf.model import GgufModel, GgufView
+from engine.checkpoint.gguf.model import SAME_FILE, GgufModel, GgufView
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.model_directory import ModelDirectory
 from engine.checkpoint.nvfp4 import Nvfp4View
@@ -137,15 +137,18 @@ class Checkpoint(ModelDirectory):
         return {name: QuantizedView(own, self.shapes[name], by_name, self.schemes) for name, own in packed.items()}
 
     def _check_names_and_shapes(self, by_name: Mapping[str, MappedFile]) -> None:
-        row, problems = self.config.architecture, list[str]()
+        problems = list[str]()
         missing = [name for name in self.shapes if name not in self._views]
-        problems += [f"tensor {name_on_disk(row, name)} is missing" for name in missing[:1]]
+        problems += [f"tensor {self._stored_name(name)} is missing" for name in missing[:1]]
         for name, shape in self.shapes.items():
             view = self._views.get(name)
             if view is not None and view.shape != shape:
-                problems.append(f"tensor {name} has shape {list(view.shape)} and config.json says {list(shape)}")
+                problems.append(
+                    f"tensor {self._stored_name(name)} has shape {list(view.shape)} and config.json says {list(shape)}"
+                )
             if view is not None and (not view.element.is_floating_point or view.element.itemsize == 1):
-                problems.append(f"tensor {name} is {view.element}; weights quantized in this way are not read")
+                own = self._stored_name(name)
+                problems.append(f"tensor {own} is {view.element}; weights quantized in this way are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         used |= {name for name in derived_tensors(self.config) if name in by_name}
         is_ignorable = _is_ignorable if self.gguf is None else self.gguf.is_ignorable
@@ -158,7 +161,12 @@ class Checkpoint(ModelDirectory):
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
             more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
-            raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {SAME_MODEL}")
+            same = SAME_MODEL if self.gguf is None else SAME_FILE
+            raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {same}")
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name that a tensor has on disk, or would have if it were there."""
+        return name_on_disk(self.config.architecture, name) if self.gguf is None else self.gguf.name_of(name, self.config)
 
     def stored(self, name: str, dtype: torch.dtype | None = None) -> Weight:
         """Return a tensor as stored: memory-mapped and read-only. Its pages stay resident until `release`.
@@ -378,7 +386,8 @@ class Checkpoint(ModelDirectory):
         for part in in_parts(tensor, RELEASE_EVERY_BYTES):
             low, high = torch.aminmax(part)  # one fast read; NaN propagates
             if not bool(low.isfinite() & high.isfinite()):
-                raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
+                stored_name = self.stored_names(name)[0]
+                raise CheckpointError(f"{self.directory}: tensor {stored_name} holds NaN or infinity; the file is damaged")
             self.release()
 
     def fingerprint(self) -> str:

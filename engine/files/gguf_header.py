@@ -194,7 +194,8 @@ class _Reader:
         number, offset = self.number(_TYPE, f"the type of {what}"), self.number(_LENGTH, f"the offset of {what}")
         kind = BLOCK_TYPES.get(number)
         if kind is None:
-            name, known = NOT_READ.get(number, number), ", ".join(each.name for each in BLOCK_TYPES.values())
+            weights = [each.name for each in BLOCK_TYPES.values() if each.element is None or each.element.is_floating_point]
+            name, known = NOT_READ.get(number, number), ", ".join(weights)
             raise UnsupportedError(f"{what} is of type {name}, which is not read; take a file of one of {known}")
         if shape[-1] % kind.numbers:
             raise _Bad(f"{what} has rows of {shape[-1]} numbers, which blocks of {kind.numbers} ({kind.name}) do not divide")

@@ -20,7 +20,7 @@ from engine.generation.race import race
 
 NOT_FINITE = (
     "the model gives logits that are NaN or infinite: its weights are damaged or its activations overflow; "
-    "try --dtype float32, or `compress inspect --checksums`"
+    "try --dtype float32, or `compress inspect`, which reads all weights"
 )
 
 FIRST = 256

@@ -61,6 +61,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "llama": "llama",
     "mistral": "llama",
+    "llama4_text": "llama4",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
@@ -94,6 +95,7 @@ DELTA_SIZES: dict[str, dict[str, Any]] = {
 }
 """Sizes that llama.cpp has, of families with the gated delta rule."""
 FURTHER_SIZES = DELTA_SIZES | HYBRID_SIZES | {"mistral": {"sliding_window": None}}
+FURTHER_SIZES |= {"llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4}}
 QUICK = tuple(family for family in ARCHITECTURES if family not in ("kimi_k2", "mistral", "deepseek_v32"))
 """Families that every run tests. The layers of the others are among those of these."""
 READ_AS = {"kimi_k2": "deepseek_v3", "mistral": "llama"}
@@ -314,6 +316,11 @@ SAID: dict[str, Callable[[Any], dict[str, Any]]] = {
         "leading_dense_block_count": config.moe_layer_start_index,
         "expert_feed_forward_length": config.moe_intermediate_size,
         "expert_shared_count": config.moe_num_shared_experts,
+    },
+    "llama4_text": lambda config: {
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
     },
     "minimax_m2": lambda config: {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2},
 }

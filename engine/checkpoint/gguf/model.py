@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from engine.checkpoint.gguf.tokenizer import special_tokens, write_tokenizer
 from engine.checkpoint.stored_views import StoredView
 from engine.checkpoint.tokenizer_checks import tokenizing
-from engine.errors import CheckpointError, CompressError, UnsupportedError
+from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.gguf.family import GgufFamily
 from engine.families.gguf.forms import Form
@@ -147,6 +147,16 @@ class GgufModel:
                     f"{self.path}: tensor {name} has shape {list(shape)}, and its metadata says {shown(experts)} experts "
                     f"and hidden size {config.hidden_size}; {SAME_FILE}"
                 )
+
+    def name_of(self, tensor: str, config: DecoderConfig) -> str:
+        """Return the name that a tensor has in the files, or would have, by the family's name of it."""
+        place = places(config, self.family, frozenset(self.by_name)).get(tensor)
+        return tensor if place is None else place.name
+
+    def check_output(self, output: Path) -> None:
+        """Raise OptionError if a result would be written over a file of the model."""
+        if output.resolve() in {file.path.resolve() for file in self.files}:
+            raise OptionError(f"{output}: is a file of the model itself, which is read meanwhile; give another name")
 
     def is_unused(self, name: str, config: DecoderConfig) -> bool:
         """Return whether a tensor belongs to layers for multi-token prediction, which are not read."""

@@ -109,6 +109,10 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
             f"tokenizer.ggml.pre is {shown(name)}, which is not known; put the model's tokenizer.json and "
             "tokenizer_config.json beside the file"
         )
+    if "tokenizer.ggml.merges" not in metadata:
+        raise CheckpointError(
+            "metadata: tokenizer.ggml.merges is missing; put the model's tokenizer.json and tokenizer_config.json beside it"
+        )
     merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "merges")]
     if wrong := [merge for merge in merges if len(merge) != 2]:
         raise CheckpointError(f"metadata: tokenizer.ggml.merges has {shown(' '.join(wrong[0]))}, which is not a pair")

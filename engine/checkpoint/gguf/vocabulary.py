@@ -105,9 +105,7 @@ def _byte_level(content: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(f"its tokenizer changes texts by {shown(normalizers)}, for which GGUF files have no form")
     name = split_name(patterns, bool(model.get("ignore_merges")), bool(normalizers))
     if model["type"] != "BPE" or name is None:
-        raise UnsupportedError(
-            "the way in which its tokenizer cuts a text has no name in GGUF files; write it as safetensors"
-        )
+        raise UnsupportedError("the way in which its tokenizer cuts a text has no name in GGUF files")
     return {"model": BYTE_LEVEL, "pre": name, "merges": [" ".join(_pair(merge)) for merge in model["merges"]]}
 
 
@@ -150,7 +148,7 @@ def _sentence_piece(content: Mapping[str, Any], vocabulary: Mapping[str, int], s
     """
     model = content["model"]
     if model["type"] != "BPE" or not model.get("byte_fallback"):
-        raise UnsupportedError(f"its tokenizer, a {model['type']}, has no form in GGUF files; write it as safetensors")
+        raise UnsupportedError(f"its tokenizer, a {model['type']}, has no form in GGUF files")
     if any(step["type"] != "Prepend" and not _writes_spaces(step) for step in _normalizers(content)):
         raise UnsupportedError("its tokenizer changes texts in a way that GGUF files have no form for")
     scores = [-float(len(model["merges"]))] * size

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf.model import joined, paired, separated
 from engine.checkpoint.gguf.rounding import K_TYPES, rounded_to_k
-from engine.errors import UnsupportedError
+from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.families.gguf.description import Description
 from engine.families.gguf.forms import Form
 from engine.families.gguf.names import StoredTensor
@@ -43,7 +43,7 @@ def write_gguf(
     progress: Callable[[Iterable[StoredTensor]], Iterable[StoredTensor]] = iter,
     weights: Mapping[str, Tensor] = NO_WEIGHTS,
 ) -> None:
-    """Write a file. `metadata` is beside that of the description. Raises UnsupportedError for numbers that do not fit.
+    """Write a file. `metadata` is beside that of the description. Raises the errors of `encoded`.
 
     weights: how much the squared error of each column counts, [inputs], by the family's name of a matrix.
     """
@@ -91,20 +91,22 @@ def is_written(kind: BlockType) -> bool:
 
 
 def encoded(numbers: Tensor, kind: BlockType, name: str, weights_I: Tensor | None = None) -> np.ndarray:
-    """Return a tensor in a type's bytes, by rows. Raises UnsupportedError for numbers that are too large for the type.
+    """Return a tensor in a type's bytes, by rows.
+
+    Raises CheckpointError for NaN and infinity, and UnsupportedError for numbers that are too large for the type.
 
     weights_I: how much the squared error of each column counts; None for equally.
     """
     if kind.element is not None:
         converted = numbers.to(kind.element.torch)
         if not bool(converted.isfinite().all()):
-            raise UnsupportedError(f"{name} has numbers that are too large for {kind.name}; write it as bf16 or f32")
+            raise _does_not_fit(numbers, kind, name)
         return converted.view(torch.uint8).numpy()
     if kind.name in K_TYPES:
         try:
             return rounded_to_k(numbers.reshape(-1, numbers.shape[-1]), kind, weights_I).numpy()
         except UnsupportedError as error:
-            raise UnsupportedError(f"{name} {error}") from error
+            raise _does_not_fit(numbers, kind, name) from error
     import gguf
 
     number = gguf.GGMLQuantizationType(TYPE_NUMBERS[kind.name])
@@ -112,8 +114,15 @@ def encoded(numbers: Tensor, kind: BlockType, name: str, weights_I: Tensor | Non
         found = gguf.quants.quantize(numbers.float().numpy(), number)
         is_finite = bool(np.isfinite(gguf.quants.dequantize(found, number)).all())
     if not is_finite:
-        raise UnsupportedError(f"{name} has numbers that are too large for {kind.name}; write it as bf16 or f32")
+        raise _does_not_fit(numbers, kind, name)
     return np.asarray(found)
+
+
+def _does_not_fit(numbers: Tensor, kind: BlockType, name: str) -> CompressError:
+    if not bool(numbers.isfinite().all()):
+        return CheckpointError(f"tensor {name} holds NaN or infinity; the model is damaged")
+    instead = "f32" if kind.name == "BF16" else "bf16 or f32"
+    return UnsupportedError(f"tensor {name} has numbers that are too large for {kind.name}; write it as {instead}")
 
 
 def rounded(numbers: Tensor, kind: BlockType, weights_I: Tensor | None = None) -> Tensor:

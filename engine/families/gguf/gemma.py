@@ -12,9 +12,10 @@ from typing import Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.attention import FULL, SLIDING
 from engine.families.config import DecoderConfig
+from engine.families.gguf.divisors import FREQUENCIES
 from engine.families.gguf.forms import Places
 from engine.families.gguf.metadata import Facts
-from engine.families.gguf.parts import FREQUENCIES, Part, read_outline, write_sizes
+from engine.families.gguf.parts import Part, read_outline, write_sizes
 from engine.families.layer_config import LayerHeads
 from engine.families.tensor_names import input_scale_tensor, shared_tensor, weight_scale_tensor
 from engine.files.json_file import shown

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
+from engine.families.gguf.divisors import FREQUENCIES, KIND, scaling_of
 from engine.families.gguf.metadata import Facts
 from engine.families.layer_pattern import DENSE, SPARSE
 from engine.files.json_file import shown
@@ -18,7 +19,6 @@ from engine.files.json_file import shown
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 _ROTARY_BASE = 10_000.0
 """The base of rotation where a file does not say one."""
-FREQUENCIES = "rope_freqs.weight"
 _KINDS_OF_LAYERS = ("sliding_attention", "full_attention")
 
 
@@ -104,20 +104,30 @@ def _read_parameters(facts: Facts) -> dict[str, Any]:
     """Return `rope_parameters`. Raises UnsupportedError for scalings whose numbers are not in the metadata."""
     kind = facts.value("rope.scaling.type", "none")
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.value("rope.freq_base", _ROTARY_BASE)}
-    if FREQUENCIES in facts.shapes or kind not in _SCALINGS:
-        what = FREQUENCIES if FREQUENCIES in facts.shapes else f"rope.scaling.type {shown(kind)}"
+    if kind not in _SCALINGS:
+        what = f"rope.scaling.type {shown(kind)}"
         raise UnsupportedError(f"its rotation is scaled by {what}, which is not read; take the model's safetensors")
     if kind == "none":
         facts.only("rope.scaling.factor", 0, 1)
-        return parameters
+        return _read_divisors(facts, parameters["rope_theta"]) if FREQUENCIES in facts.shapes else parameters
+    if FREQUENCIES in facts.shapes:
+        raise UnsupportedError(f"its rotation is scaled by {shown(kind)} and {FREQUENCIES}; take the model's safetensors")
     parameters |= {"rope_type": kind, "factor": facts.value("rope.scaling.factor")}
     return parameters if kind == "linear" else parameters | _read_yarn(facts)
+
+
+def _read_divisors(facts: Facts, base: float) -> dict[str, Any]:
+    """Return `rope_parameters` from the tensor of divisors. Raises the errors of `scaling_of`."""
+    pairs = rotated_dimensions(facts) // 2
+    if facts.shapes[FREQUENCIES] != (pairs,):
+        raise CheckpointError(f"tensor {FREQUENCIES} does not have one number for each of {pairs} pairs of dimensions")
+    return scaling_of(facts.numbers(FREQUENCIES), base)
 
 
 def _write_parameters(config: DecoderConfig) -> dict[str, Any]:
     parameters = config.transformers_config.rope_parameters
     kind, base = parameters.get("rope_type", "default"), {"rope.freq_base": parameters["rope_theta"]}
-    if kind == "default":
+    if kind in ("default", KIND):  # the latter is said by a tensor
         return base
     if kind not in _SCALINGS:
         raise UnsupportedError(f"its rotation is scaled by {shown(kind)}, which is not written as GGUF")
@@ -269,6 +279,24 @@ def _read_windows_in_turns(facts: Facts) -> dict[str, Any]:
     return {"layer_types": layers, "rope_parameters": _read_parameters(facts) | {"truncate": False}}
 
 
+def _read_chunks(facts: Facts) -> dict[str, Any]:
+    """Return what llama.cpp's code has for Llama 4. Published models with 128 experts do not normalize queries and keys."""
+    return {
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "attention_bias": False,
+        "use_qk_norm": facts.size("expert_count") != 128,
+        "intermediate_size_mlp": facts.size("feed_forward_length"),
+    }
+
+
+def _write_chunks(config: DecoderConfig) -> dict[str, Any]:
+    return {"feed_forward_length": config.transformers_config.intermediate_size_mlp}
+
+
 def _read_first_dense(facts: Facts) -> dict[str, Any]:
     """Return the kind of each layer's feed-forward block, for a family whose config.json lists them."""
     layers = len(facts.listed)
@@ -293,4 +321,5 @@ UNSCALED = Part(_read_unscaled, _write_unscaled)
 SHARED_WIDTH = Part(_read_shared_width, _write_shared_width)
 QUERY_KEY_NORM = Part(_read_query_key_norm)
 WINDOWS_IN_TURNS = Part(_read_windows_in_turns)
+CHUNKS = Part(_read_chunks, _write_chunks)
 FIRST_DENSE = Part(_read_first_dense, _write_first_dense)

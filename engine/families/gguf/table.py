@@ -12,6 +12,7 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.families.config import DecoderConfig
 from engine.families.gguf.convolutions import SIZES_WITH_CONVOLUTIONS, convolution_places
 from engine.families.gguf.delta import DELTA, SECTIONS, delta_places
+from engine.families.gguf.divisors import divisors_of
 from engine.families.gguf.family import SIGMOID, GgufFamily
 from engine.families.gguf.gemma import HEADS_BY_KIND, gemma_constants, gemma_places
 from engine.families.gguf.indexer import INDEXERS, SOME_INDEXERS, indexer_places
@@ -19,6 +20,7 @@ from engine.families.gguf.mamba import BLOCKS_IN_TURNS, mamba_places
 from engine.families.gguf.metadata import Facts
 from engine.families.gguf.parts import (
     ATTENTION_BIASES,
+    CHUNKS,
     FIRST_DENSE,
     HEADS,
     LATENT,
@@ -81,6 +83,14 @@ _DEEPSEEK_V3 = GgufFamily(
     only_if=_has_choice_bias,
 )
 
+_LLAMA = GgufFamily(
+    *("llama", "llama"),
+    made=(HEADS, ROTATION, ATTENTION_BIASES),
+    gating=None,
+    permutes=True,
+    constants=divisors_of,
+)
+
 _ROWS = (
     GgufFamily(
         "llama",
@@ -90,10 +100,21 @@ _ROWS = (
         made=(HEADS, ROTATION),
         normalizes=True,
         permutes=True,
+        constants=divisors_of,
         only_if=_has_experts,
     ),
-    GgufFamily("llama", "llama", made=(HEADS, ROTATION, ATTENTION_BIASES), gating=None, permutes=True),
-    GgufFamily("llama", "mistral", made=(HEADS, ROTATION), gating=None, permutes=True, read_as="llama"),
+    _LLAMA,
+    replace(_LLAMA, model_type="mistral", made=(HEADS, ROTATION), read_as="llama"),
+    GgufFamily(
+        "llama4",
+        "llama4_text",
+        keys=_MIXTURE
+        | {"intermediate_size": "expert_feed_forward_length", "interleave_moe_layer_step": "interleave_moe_layer_step"},
+        made=(HEADS, ROTATION, CHUNKS),
+        gating=SIGMOID,
+        normalizes=False,
+        constants=divisors_of,
+    ),
     GgufFamily(
         "qwen2moe",
         "qwen2_moe",
@@ -173,6 +194,7 @@ _ROWS = (
         optional=_GRANITE,
         made=(UNDIVIDED_HEADS, ROTATION, ATTENTION_BIASES),
         permutes=True,
+        constants=divisors_of,
         only_if=_shared_width,
     ),
     GgufFamily(
@@ -182,6 +204,7 @@ _ROWS = (
         optional=_GRANITE,
         made=(UNDIVIDED_HEADS, ROTATION, ATTENTION_BIASES),
         permutes=True,
+        constants=divisors_of,
     ),
     GgufFamily(
         "granite",
@@ -190,6 +213,7 @@ _ROWS = (
         made=(UNDIVIDED_HEADS, ROTATION, ATTENTION_BIASES),
         gating=None,
         permutes=True,
+        constants=divisors_of,
     ),
     GgufFamily(
         "ernie4_5-moe",

@@ -30,7 +30,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import writer
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
-from engine.errors import CompressError, ExportError, OptionError, OutputError, UnsupportedError
+from engine.errors import CheckpointError, CompressError, ExportError, OptionError, OutputError, UnsupportedError
 from engine.families.experts import DOWN, GATE, UP
 from engine.families.tensor_names import expert_tensor
 from engine.files.gguf_file import GgufFile
@@ -297,9 +297,42 @@ def test_numbers_too_large_for_float16_are_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     tensors["lm_head.weight"][3, 3] = 1e6
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedError, match=r"output\.weight has numbers that are too large for F16; write it as bf16"):
+    with pytest.raises(UnsupportedError, match=r"model: tensor output\.weight has .* too large for F16; write it as bf16"):
         written(tmp_path, type="f16")
     assert not list(tmp_path.glob("*m.gguf*"))
+
+
+def test_divisors_of_frequencies_are_written(tmp_path: Path) -> None:
+    scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    own = make(tmp_path, rope_parameters=scaled | {"original_max_position_embeddings": 8192})
+    read = written(tmp_path, type="f32")
+    torch.testing.assert_close(own_logits(read), own_logits(own), rtol=1e-5, atol=1e-5)
+    assert GgufFile(read.directory).tensors["rope_freqs.weight"].type.name == "F32"
+
+
+@pytest.mark.parametrize("type_", ["bf16", "q8_0", "q4_0", "f32"])
+def test_numbers_that_are_not_finite_are_damage(type_: str, tmp_path: Path) -> None:
+    make(tmp_path, **ALIGNED)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.v_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model: tensor blk\.0\.attn_v\.weight holds NaN or infinity; the model"):
+        written(tmp_path, type=type_)
+    assert not list(tmp_path.glob("*m.gguf*"))
+
+
+@pytest.mark.parametrize("flag", ["-o", "--imatrix-output"])
+def test_a_file_of_the_model_is_never_replaced(flag: str, workplace: Path, tmp_path: Path) -> None:
+    path, link = tmp_path / "m.gguf", tmp_path / "link.gguf"
+    export_gguf(GgufExportOptions(model=str(workplace / "model"), output=path))
+    link.symlink_to(path)
+    before, text = path.read_bytes(), ("--data", str(workplace / "model" / "tokenizer.json"), "--samples", "1")
+    for output in (path, link):
+        others = () if flag == "-o" else ("-o", str(tmp_path / "other.gguf"), *text)
+        done = run("export", str(path), "--format", "gguf", flag, str(output), *others, "--overwrite")
+        assert done.exit_code == 1 and "is a file of the model itself" in done.stderr
+        assert path.read_bytes() == before and link.is_symlink() and not (tmp_path / "other.gguf").exists()
 
 
 def test_an_existing_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

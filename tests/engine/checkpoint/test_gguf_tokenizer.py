@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from contextlib import chdir
 from pathlib import Path
@@ -19,7 +20,7 @@ from gguf_models_for_tests import gguf_metadata, gguf_tensors
 import cli
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer, load_transformers_tokenizer
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, CompressError
 from engine.families.gguf.splits import SPLITS
 
 TEXTS = ("The quick brown fox, don't!", "héllo\n\n  12345 🚀", "<s>a</s>", "")
@@ -123,9 +124,28 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"ggml.tokens": ["a"] * 264, "ggml.token_type": None}, "a token twice"),
     ({"ggml.merges": ["a b c"]}, "not a pair"),
     ({"ggml.merges": ["nothing known"]}, "cannot be read"),
+    ({"ggml.merges": None}, "merges is missing; put the model's tokenizer.json"),
     ({"ggml.model": "bert"}, "'bert'"),
     ({"ggml.eot_token_id": 264}, "no token of the model"),
 ]
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_damaged_metadata_of_a_tokenizer_raises_nothing_else(count: int, workplace: Path, tmp_path: Path) -> None:
+    """A changed byte of the metadata: the tokenizer reads a text, or is refused in one line."""
+    data, path, messages = (workplace / "m.gguf").read_bytes(), tmp_path / "m.gguf", list[str]()
+    first, end = data.index(b"tokenizer.ggml.model"), data.index(b"token_embd.weight")
+    for number in range(count):
+        chosen = random.Random(number)
+        place = chosen.randrange(first, end)
+        path.write_bytes(data[:place] + bytes([data[place] ^ chosen.randrange(1, 256)]) + data[place + 1 :])
+        try:
+            read = Checkpoint(path)
+            load_tokenizer(read)("The quick brown fox")
+            end_tokens(read)
+        except CompressError as error:
+            messages.append(str(error))
+    assert messages and not any("\n" in message for message in messages)
 
 
 @pytest.mark.parametrize(("changes", "says"), DAMAGED, ids=[f"{key}-{number}" for number, (key, _) in enumerate(DAMAGED)])
