@@ -6,8 +6,9 @@
 Each way makes a model of its own size, and `compress fit` is then given the sizes of their weight files. Everything is
 calibrated on the training documents of the demo model's text, and judged on the half of the held-out documents that is for
 reports; losses are paired by document. Another model, such as examples/real_mixture.py makes, is calibrated on `--data` and
-judged on `--report`. Everything is computed in float32, so that only weights differ. Finished rows are kept in
-benchmarks/results/fit_MODEL.jsonl, and a run that was interrupted goes on with the first that is missing.
+judged on `--report`. With `--fitted`, `fit` is given the sizes of the named rows alone, and every other row is compared with
+the largest result that is not larger than its own. Everything is computed in float32, so that only weights differ. Finished
+rows are kept in benchmarks/results/fit_MODEL.jsonl, and a run that was interrupted goes on with the first that is missing.
 
 llama.cpp's program `llama-quantize` makes its rows from the model as a GGUF file, with the importance matrix that `compress
 export --imatrix-output` writes from the same calibration text. Their size is that of the tensors alone. Types K and IQ need
@@ -21,7 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,14 @@ def way(title: str, reference: Reference, tokens_SL: Tensor, options: argparse.N
 def fitted(sizes: Sequence[int], options: argparse.Namespace) -> dict[int, Path]:
     """Return the results of `compress fit` by their sizes, which are made with one set of statistics."""
     output = options.place / "fitted"
-    command(("fit", "--target-size", ",".join(map(str, sizes)), "--resume"), options.source, output, options)
+    words = ("--target-size", ",".join(map(str, sizes)), "--validation-samples", str(options.validation_samples))
+    command(("fit", *words, "--resume"), options.source, output, options)
     return {size: output / named(size) if len(sizes) > 1 else output for size in sizes}
+
+
+def nearest(fits: Mapping[int, dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the largest of the results of `fit` whose target is not above a row's size, or the smallest of all."""
+    return fits[max((size for size in fits if size <= row["way"]["bytes"]), default=min(fits))]
 
 
 def main() -> None:
@@ -140,7 +147,9 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help=f"{', '.join(MODELS)} or a directory")
     parser.add_argument("--windows", type=int, default=256, help="held-out windows of 256 tokens")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="calibration sequences")
+    parser.add_argument("--validation-samples", type=int, default=64, help="sequences on which `fit` measures its choices")
     parser.add_argument("--rows", nargs="*", choices=[*ROWS, *TYPES], help="titles of rows; all by default")
+    parser.add_argument("--fitted", nargs="*", choices=[*ROWS, *TYPES], help="rows whose sizes are fitted; all by default")
     parser.add_argument("--llama-quantize", default=shutil.which("llama-quantize"), help="this program of llama.cpp")
     parser.add_argument("--data", default="stdlib", help="calibration text")
     parser.add_argument("--report", help="text to judge on; by default the report half of the held-out documents")
@@ -169,7 +178,8 @@ def main() -> None:
             if title not in ways:
                 ways[title] = way(title, reference, tokens_SL, options) | {"key": key}
                 remember(done, ways[title])
-        sizes = sorted({row["way"]["bytes"] for row in ways.values()} - fits.keys())
+        wanted = {row["way"]["bytes"] for title, row in ways.items() if title in (options.fitted or ways)}
+        sizes = sorted(wanted - fits.keys())
         for size, path in fitted(sizes, options).items() if sizes else ():
             fits[size] = measured(path, reference, tokens_SL)
             remember(done, {"bytes": size, "fit": fits[size], "key": key})
@@ -182,7 +192,8 @@ def main() -> None:
             "windows": list(tokens_SL.shape),
             "documents": windows.documents_S.tolist(),
             "full": full,
-            "rows": [{"title": title, "way": row["way"], "fit": fits[row["way"]["bytes"]]} for title, row in ways.items()],
+            "validation_samples": options.validation_samples,
+            "rows": [{"title": title, "way": row["way"], "fit": nearest(fits, row)} for title, row in ways.items()],
         },
         {"llama.cpp": {"version": ", ".join(sorted(versions))}} if versions else {},
     )
@@ -210,7 +221,7 @@ def table(figures: dict[str, Any]) -> str:
                 row["title"],
                 f"{row['way']['bytes'] / 1e6:.2f}",
                 *(f"{way.value:.3f}", f"{1e3 * row['way']['divergence']:.3f}"),
-                *(f"{fitted.value:.3f}", f"{1e3 * row['fit']['divergence']:.3f}"),
+                *(f"{row['fit']['bytes'] / 1e6:.2f}", f"{fitted.value:.3f}", f"{1e3 * row['fit']['divergence']:.3f}"),
                 f"{between.value:.3f} ({between.low:.3f} to {between.high:.3f})",
             ]
         )
@@ -218,7 +229,7 @@ def table(figures: dict[str, Any]) -> str:
     about = (
         f"{count} × {length} tokens of held-out documents; the model has {figures['bytes'] / 1e6:.1f} MB. Ratios are "
         "perplexities over the model's; KL is from its predictions, in thousandths of a nat per token. The last column is "
-        "the perplexity of `fit` over that of the row, at the row's size, with its interval of 95 %, paired by document."
+        "the perplexity of `fit` over that of the row, with its interval of 95 %, paired by document."
     )
     shares = [own for row in figures["rows"] if (own := row["way"].get("other_types"))]
     if shares:
@@ -228,7 +239,7 @@ def table(figures: dict[str, Any]) -> str:
             "type, because their rows are too short for the blocks of the one named."
         )
     about += "\n\n"
-    head = ["", "MB", "ratio", "KL", "`fit`: ratio", "KL", "`fit` over the row"]
+    head = ["", "MB", "ratio", "KL", "`fit`: MB", "ratio", "KL", "`fit` over the row"]
     return about + markdown(head, cells)
 
 

@@ -24,7 +24,7 @@ import psutil
 from calibrate.batches import training_text
 from compress.fitting.candidate import Candidate, Choice, choice_of
 from compress.fitting.choices import check_possible
-from compress.fitting.costs import Corrections, Factors, Option, least_bytes
+from compress.fitting.costs import READ, Corrections, Factors, Option, least_bytes, least_read
 from compress.fitting.measured import Measuring, corrections_of
 from compress.fitting.sizes import Sizes
 from compress.fitting.statistics import FitRun, memory_demand, table_of, unit_costs
@@ -90,7 +90,7 @@ def prepare_fitting(options: FitOptions) -> Prunable:
     check_plain(checkpoint)
     multiple = _multiple(options, checkpoint)
     least = least_experts(options.min_experts, checkpoint.config, checkpoint.config.experts_per_token)
-    _check_possible(options, checkpoint, multiple if options.remove_units else None, least)
+    _check_possible(options, checkpoint, multiple, least, options.target_size)
     prepared = prepare(options, checkpoint)
     calibration = prepared.calibration
     # Calibration usually reads the documents of validation too; here the two texts have none in common.
@@ -103,11 +103,14 @@ def prepare_fitting(options: FitOptions) -> Prunable:
     return Prunable(**vars(prepared) | text, plan=None, budget=budget)
 
 
-def _check_possible(options: FitOptions, checkpoint: Checkpoint, multiple: int | None, least: int) -> None:
-    """Raise OptionError for a size that no choice reaches. Costs play no part in that: it is known before any pass."""
-    if options.target_size is not None:
-        found = least_bytes(Sizes(checkpoint, options.group_size), options.bits, multiple=multiple, least_experts=least)
-        check_possible(found, options.target_size, "bytes")
+def _check_possible(options: FitOptions, checkpoint: Checkpoint, multiple: int, least: int, size: int | None) -> None:
+    """Raise OptionError for targets that no choice reaches. Costs play no part in that: it is known before any pass."""
+    sizes, units = Sizes(checkpoint, options.group_size), multiple if options.removes else None
+    if size is not None:
+        check_possible(least_bytes(sizes, options.bits, multiple=units, least_experts=least), size, "bytes")
+    if options.target_active is not None:
+        found = least_read(sizes, options.bits, multiple=units, least_experts=least)
+        check_possible(found, options.target_active, READ)
 
 
 def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
@@ -132,7 +135,9 @@ def _multiple(options: FitOptions, checkpoint: Checkpoint) -> int:
 def _make(run: FitRun) -> Made:
     """Make the best candidate, and return it with the figures of all."""
     checkpoint = run.prepared.checkpoint
-    size, read = target_size(run), run.options.target_active
+    size, read, budget = target_size(run), run.options.target_active, run.prepared.budget
+    assert budget is not None and budget.unit_multiple is not None
+    _check_possible(run.options, checkpoint, budget.unit_multiple, budget.min_experts, size)
     scores = unit_costs(run)
     table = table_of(run, scores)
     table.chosen(size, read)  # an impossible combination ends the run here
@@ -193,7 +198,7 @@ def target_size(run: FitRun) -> int | None:
     if free - cache - ENGINE_BYTES <= 0:
         raise OptionError(
             f"{free / 1e9:.1f}GB of memory are free, and the KV cache of {config.max_positions} positions needs "
-            f"{cache / 1e9:.1f}GB; free some, or give --target-size"
+            f"{cache / 1e9:.1f}GB beside {ENGINE_BYTES / 1e9:.1f}GB of the engine; free some, or give --target-size"
         )
     return free - cache - ENGINE_BYTES
 

@@ -78,8 +78,8 @@ def _export_gguf(given: Given, kind: Kind) -> Figures:
         given.say(f"{figures['imatrix']}: importance matrix of {figures['calibration_tokens']:,} tokens")
     if figures["tokenizer_problem"]:
         given.say(
-            f"note: the file has no tokenizer ({figures['tokenizer_problem']}); put tokenizer.json and tokenizer_config.json of "
-            "the model beside it for this engine, and give other programs token ids"
+            f"note: the file has no tokenizer ({figures['tokenizer_problem']}); put the model's tokenizer.json and "
+            "tokenizer_config.json beside it for this engine, and give other programs token ids"
         )
     return figures
 

@@ -50,7 +50,7 @@ def check_possible(least: float, most: float, unit: str) -> None:
     if least > most:
         raise OptionError(
             f"the target is {most:,.0f} {unit}, and the least that is possible is {least:,.0f}; "
-            "give that much, smaller widths in --bits, or a larger --group-size"
+            "give that much, or more to choose from where --bits, --no-remove, --min-experts or --group-size limit it"
         )
 
 

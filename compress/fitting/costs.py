@@ -11,7 +11,7 @@ The cost of rounding the other matrices of a kind is measured (divergence.py). A
 KL divergence between the predictions of the model and of the result. Interactions are left out; `Corrections` make up for
 them after a first result was measured.
 
-Shape suffixes: I items, O options, F expert width, B widths.
+Shape suffixes: I items, G groups of items, O options, F expert width, B widths.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ MOST_LEVELS = 16
 
 OTHERS = -1
 """Stands for the layer of the other matrices."""
+READ = "bytes read for a token"
+"""Words for the second limited quantity."""
+LOWERED = 0.999
+"""Largest factor by which its limit is lowered at a time."""
 
 
 class Option(NamedTuple):
@@ -84,14 +88,17 @@ class Item:
     """Cost of rounding, by option."""
     bytes: list[int]
     read: list[float]
-    """Bytes that a token reads, on average, by option."""
+    """Bytes that a token reads, on average, by option. Tokens of an expert that goes read others, at least as many."""
+    share: float = 1.0
+    """Share of the tokens that choose the expert; 1 for other matrices."""
 
     def keeping_all(self) -> Item:
         """Return the item with the options that have the most hidden units."""
         most = max(option.units for option in self.options)
         places = [place for place, option in enumerate(self.options) if option.units == most]
         columns = (self.options, self.removal, self.rounding, self.bytes, self.read)
-        return Item(self.layer, self.number, *([column[place] for place in places] for column in columns))  # type: ignore[arg-type]
+        kept = ([column[place] for place in places] for column in columns)
+        return Item(self.layer, self.number, *kept, self.share)  # type: ignore[call-arg,arg-type]
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class Table:
     """All items."""
 
     items: list[Item]
+    by_layer: bool = False
+    """Whether the experts of a layer all get the same one of their options, of which they have equally many."""
 
     def costs(self, corrections: Corrections = NOT_CORRECTED) -> Tensor:
         """Return the cost of each option, [I, O] float64; infinity where an item has fewer options."""
@@ -109,18 +118,41 @@ class Table:
         return _padded(rows, torch.inf)
 
     def chosen(self, size: float | None, read: float | None, corrections: Corrections = NOT_CORRECTED) -> list[Option]:
-        """Return the option of each item within the limits, in bytes. Raises OptionError for an impossible limit."""
-        limits = []
-        if size is not None:
-            limits.append(Limit(_padded([item.bytes for item in self.items], 0.0), size, "bytes"))
-        if read is not None:
-            limits.append(Limit(_padded([item.read for item in self.items], 0.0), read, "bytes read for a token"))
-        choice = choose(self.costs(corrections), limits).tolist()
-        return [item.options[place] for item, place in zip(self.items, choice, strict=True)]
+        """Return the option of each item within the limits, in bytes. Raises OptionError for an impossible limit.
+
+        The limit of what is read is lowered until the choice keeps it with the tokens of experts that go counted where they
+        go to (`read_bytes`), which the sums over items leave out.
+        """
+        costs_GO, lowered = self._summed(self.costs(corrections)), read
+        groups = self._groups.tolist()
+        while True:
+            limits = []
+            if size is not None:
+                limits.append(Limit(self._summed(_padded([item.bytes for item in self.items], 0.0)), size, "bytes"))
+            if lowered is not None:
+                limits.append(Limit(self._summed(_padded([item.read for item in self.items], 0.0)), lowered, READ))
+            choice_G = choose(costs_GO, limits).tolist()
+            options = [item.options[choice_G[group]] for item, group in zip(self.items, groups, strict=True)]
+            if read is None or (found := self.read_bytes(options)) <= read:
+                return options
+            assert lowered is not None
+            lowered *= min(read / found, LOWERED)
+
+    @property
+    def _groups(self) -> Tensor:
+        """Return the group of each item, int64 [I]: items of a group get the same option."""
+        own = [item.layer if self.by_layer and item.layer != OTHERS else (item.layer, item.number) for item in self.items]
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(own))}
+        return torch.tensor([numbers[group] for group in own])
+
+    def _summed(self, values_IO: Tensor) -> Tensor:
+        """Return the sums over the items of each group, [G, O]."""
+        groups_I = self._groups
+        return values_IO.new_zeros(int(groups_I.max()) + 1, values_IO.shape[1]).index_add_(0, groups_I, values_IO)
 
     def without_removal(self) -> Table:
         """Return a table of the options that keep all hidden units."""
-        return Table([item.keeping_all() for item in self.items])
+        return Table([item.keeping_all() for item in self.items], self.by_layer)
 
     def predicted(self, options: Sequence[Option]) -> dict[int, Divergence]:
         """Return the predicted divergences of removing hidden units and of rounding, by layer, without corrections."""
@@ -144,13 +176,32 @@ class Table:
         return sum(min(item.bytes) for item in self.items), sum(max(item.bytes) for item in self.items)
 
     def read_bytes(self, options: Sequence[Option]) -> float:
-        """Return the bytes that a token reads of a choice, on average."""
-        return sum(item.read[place] for item, place in self._places(options))
+        """Return the bytes that a token reads of a choice, on average.
+
+        A token reads as many experts of a layer as before, or all that stay. Those that chose an expert that goes are
+        taken to choose the others in proportion to their shares.
+        """
+        found, layers = 0.0, dict[int, list[tuple[float, int]]]()
+        for item, place in self._places(options):
+            if item.layer == OTHERS:
+                found += item.read[place]
+            else:
+                layers.setdefault(item.layer, []).append((item.share, item.bytes[place]))
+        return found + sum(map(_read_of_layer, layers.values()))
 
     def _places(self, options: Sequence[Option]) -> Iterator[tuple[Item, int]]:
         """Yield each item with the place of its option."""
         for item, option in zip(self.items, options, strict=True):
             yield item, item.options.index(option)
+
+
+def _read_of_layer(experts: Sequence[tuple[float, int]]) -> float:
+    """Return the bytes that a token reads of a layer's experts. experts: share of the tokens and bytes, 0 if it goes."""
+    staying = [(share, size) for share, size in experts if size]
+    chosen, known = sum(share for share, _ in experts), sum(share for share, _ in staying)
+    if not known:  # no token of the text chose any that stays
+        return chosen * sum(size for _, size in staying) / max(len(staying), 1)
+    return min(chosen, len(staying)) / known * sum(share * size for share, size in staying)
 
 
 def _padded(rows: Sequence[Sequence[float]], value: float) -> Tensor:
@@ -169,6 +220,7 @@ def table(
     multiple: int | None,
     least_experts: int,
     keeps_plain: bool,
+    by_layer: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Table:
     """Return the table.
@@ -177,7 +229,7 @@ def table(
     for each expert, by layer. rounding: costs [N, B] of each part, by layer. shares: of the tokens that each expert gets.
     others: cost of rounding the other matrices of each kind, by bits. multiple: of hidden units that stay; None where none
     may go. least_experts: how many experts of a layer stay at least; those whose removal costs most cannot go. keeps_plain:
-    whether matrices may stay as they are.
+    whether matrices may stay as they are. by_layer: see `Table`; no units may go then.
     """
     plain, items = {PLAIN_BITS: 0.0} if keeps_plain else {}, []
     for layer in progress(list(scores)):
@@ -199,7 +251,7 @@ def table(
         )
     fixed = sizes.never_rounded()
     items.append(Item(OTHERS, len(others), [Option(0)], [0.0], [0.0], [fixed], [float(fixed)]))
-    return Table(items)
+    return Table(items, by_layer)
 
 
 def least_bytes(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, least_experts: int) -> int:
@@ -210,12 +262,30 @@ def least_bytes(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, leas
     config = sizes.checkpoint.config
     kinds = kinds_of_others(config)
     found = sizes.never_rounded() + sum(min(sizes.others(kind, own) for own in bits) for kind in kinds)
-    for layer, widths in config.ffn_widths().items():
+    every = _smallest_experts(sizes, bits, multiple).values()
+    return found + sum(sum(experts[: least_experts if multiple is not None else None]) for experts in every)
+
+
+def least_read(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, least_experts: int) -> float:
+    """Return bytes that a token reads at least, whatever is chosen; see `least_bytes` for the arguments."""
+    config = sizes.checkpoint.config
+    kinds = kinds_of_others(config)
+    found = sizes.never_rounded() + sum(min(sizes.read_of_others(kind, own) for own in bits) for kind in kinds)
+    for layer, experts in _smallest_experts(sizes, bits, multiple).items():
+        moe = config.layers[layer].moe
+        assert moe is not None
+        found += sum(experts[: min(moe.experts_per_token, least_experts if multiple is not None else len(experts))])
+    return found
+
+
+def _smallest_experts(sizes: Sizes, bits: Sequence[int], multiple: int | None) -> dict[int, list[int]]:
+    """Return the least bytes of each expert that stays, ascending, by layer."""
+    found = {}
+    for layer, widths in sizes.checkpoint.config.ffn_widths().items():
         units = [width if multiple is None else kept_levels(width, multiple, MOST_LEVELS)[-1] for width in widths]
-        experts = [
+        found[layer] = sorted(
             min(sizes.expert(layer, number, own, *pair) for pair in product(bits, bits)) for number, own in enumerate(units)
-        ]
-        found += sum(sorted(experts)[: least_experts if multiple is not None else None])
+        )
     return found
 
 
@@ -243,12 +313,14 @@ def _expert(
     ]
     options += [Option(0)] * may_go
     size = [sizes.expert(layer, number, *option) for option in options]
+    least = min(own for own in size if own)
     return Item(
         *(layer, number, options),
         [lost_F[len(score_F) - option.units] for option in options],
         [_rounding_cost(option, rounding) for option in options],
         size,
-        [share * each for each in size],
+        [share * (own or least) for own in size],
+        share,
     )
 
 

@@ -65,7 +65,7 @@ def memory_demand(options: FitOptions, prepared: Prunable) -> MemoryDemand:
     pruning = pruning_options(options, prepared)
     demand = MemoryDemand(torch.float32, prepared.tokens_SL.shape[1], tokens=max(text.numel() for text in texts))
     demand = criterion_of(pruning.method).memory(demand, pruning, config)
-    if options.refit.corrects(options.remove_units):
+    if options.refit.corrects(options.removes):
         demand = demand.with_other(correction_bytes(config, (), torch.float32.itemsize))
     if not options.low_bits:
         return demand
@@ -108,9 +108,10 @@ def table_of(run: FitRun, scores: Mapping[int, Sequence[Tensor]]) -> Table:
         *(Sizes(checkpoint, options.group_size), options.low_bits, scores, rounding),
         {layer: (unit_sums(directory, layer).tokens / tokens).tolist() for layer in scores},
         _costs_of_others(run),
-        multiple=budget.unit_multiple if options.remove_units else None,
+        multiple=budget.unit_multiple if options.removes else None,
         least_experts=budget.min_experts,
         keeps_plain=PLAIN_BITS in options.bits,
+        by_layer=options.by_layer,
         progress=run.bar("options (layers)"),
     )
 

@@ -57,6 +57,12 @@ class FitOptions(JobOptions):
         help=f"Widths to choose from; {PLAIN_BITS} leaves a matrix as it is.",
     )
     group_size: int = option(32, group=ROUND, minimum=1, help="Inputs of a matrix row that share a scale.")
+    by_layer: bool = option(
+        False,
+        group=ROUND,
+        help="All experts of a layer get the same widths, and nothing is removed: `compress export --format gguf --type "
+        "stored` writes such a result as it is.",
+    )
     remove_units: bool = option(
         True, group=REMOVE, off="no-remove", help="Also remove hidden units of experts, and experts that lose all of them."
     )
@@ -87,8 +93,14 @@ class FitOptions(JobOptions):
             raise OptionError(f"bits has {wrong[0]}; a matrix can have {', '.join(map(str, sorted(known)))}")
         if len(set(self.bits)) < len(self.bits):
             raise OptionError("a width is named twice in --bits; name each once")
-        if not self.low_bits and not self.remove_units:
-            raise OptionError(f"--bits {PLAIN_BITS} and --no-remove leave nothing to choose; leave out one of them")
+        if not self.low_bits and not self.removes:
+            flag = "--by-layer" if self.by_layer else "--no-remove"
+            raise OptionError(f"--bits {PLAIN_BITS} and {flag} leave nothing to choose; leave out one of them")
+
+    @property
+    def removes(self) -> bool:
+        """Return whether hidden units and experts may go."""
+        return self.remove_units and not self.by_layer
 
     @property
     def low_bits(self) -> tuple[int, ...]:

@@ -148,10 +148,10 @@ def open_mixture(model: str, opened: Callable[[Path], Checkpoint] = Checkpoint) 
 def check_plain(checkpoint: Checkpoint) -> None:
     """Raise OptionError for low-bit weights, which cannot be trained, mixed or rounded again."""
     if checkpoint.schemes_used:
-        bits = " and ".join(str(scheme.bits) for scheme in checkpoint.schemes_used)
+        bits = " and ".join(map(str, sorted({scheme.bits for scheme in checkpoint.schemes_used})))
         raise OptionError(
-            f"{checkpoint.directory}: has weights of {bits} bits; take the model that it was quantized from, and "
-            "`compress quantize` the result"
+            f"{checkpoint.directory}: has weights of {bits} bits, which are not changed again; take the model that it was "
+            "quantized from, and round the result"
         )
 
 

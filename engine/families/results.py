@@ -194,7 +194,7 @@ def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | Non
     if few_bits and (row.experts.names.stacks or (row.shared and row.shared.stacks)):
         return f"only moe-compress loads it: experts of a {row.model_type} are stacked elsewhere, and here packed one by one"
     if (reason := too_ragged_for_transformers(config, few_bits)) is not None:
-        return f"only moe-compress loads it: {reason}; pruned with --uniform it loads everywhere"
+        return f"only moe-compress loads it: {reason}; what `compress prune --uniform` makes loads everywhere"
     if few_bits and mixes_bits(config):
         return (
             "only moe-compress loads it: experts of a layer have different bits, and other programs compute all experts of "

@@ -13,7 +13,7 @@ from family_matrix import ROWS
 from test_quantized_weight import DIVISIBLE
 
 from compress.fitting.candidate import choice_of, rounding_of
-from compress.fitting.costs import Divergence, Factors, Item, Option, Table, table
+from compress.fitting.costs import OTHERS, Divergence, Factors, Item, Option, Table, table
 from compress.fitting.divergence import Reference
 from compress.fitting.measured import bands, corrections_of, weight_file_bytes
 from compress.fitting.rounding_costs import DOWN, READERS, rounding_costs
@@ -26,6 +26,7 @@ from compress.rounding.mixed_widths import everything_rounded, kinds_of_others, 
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
+from engine.errors import OptionError
 from engine.families.tensor_shapes import routed_tensors
 from engine.files.safetensors_writer import PAGE_BYTES
 from engine.kernels.stored.quantized_weight import quantise
@@ -324,6 +325,30 @@ def test_a_table_without_removal_has_widths_alone(checkpoint: Checkpoint) -> Non
         assert {option.units for option in own.options} == {units} and not any(own.removal)
         assert own.bytes == [item.bytes[item.options.index(option)] for option in own.options]
     assert widths.total_bytes(widths.chosen(None, None)) == made.least_and_most()[1]
+
+
+def test_bytes_that_a_token_reads_by_hand() -> None:
+    """Three experts of 100 bytes with shares of 0.9, 0.7 and 0.4: two for a token. Their tokens go to those that stay."""
+    items = [Item(0, n, [Option(1), Option(0)], [0.0] * 2, [0.0] * 2, [100, 0], [share * 100] * 2, share)
+             for n, share in enumerate((0.9, 0.7, 0.4))]  # fmt: skip
+    items.append(Item(OTHERS, 0, [Option(0)], [0.0], [0.0], [7], [7.0]))
+    made = Table(items)
+    rest = Option(0)
+    assert made.read_bytes([Option(1), Option(1), Option(1), rest]) == pytest.approx(207)
+    assert made.read_bytes([Option(1), Option(0), Option(1), rest]) == pytest.approx(207)
+    assert made.read_bytes([Option(0), Option(0), Option(1), rest]) == pytest.approx(107)
+    with pytest.raises(OptionError, match="the least that is possible is 207"):
+        made.chosen(None, 150)
+
+
+def test_experts_of_a_layer_get_one_option_if_asked() -> None:
+    """Alone, the first expert would keep 2 bytes and the second 1; together both keep 1, since 2 and 2 are too many."""
+    cheap, dear = [0.0, 0.1], [0.0, 5.0]
+    options = [Option(1, 8), Option(1, 4)]
+    items = [Item(0, n, options, [0.0] * 2, cost, [2, 1], [2.0, 1.0]) for n, cost in enumerate((dear, cheap))]
+    assert Table(items).chosen(3, None) == [Option(1, 8), Option(1, 4)]
+    assert Table(items, by_layer=True).chosen(3, None) == [Option(1, 4), Option(1, 4)]
+    assert Table(items, by_layer=True).chosen(4, None) == [Option(1, 8), Option(1, 8)]
 
 
 def test_items_without_an_option_cost_infinity() -> None:

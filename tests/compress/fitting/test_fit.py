@@ -25,6 +25,7 @@ from compress.fitting.measured import weight_file_bytes
 from compress.options.fit import FitOptions
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.families.tensor_names import expert_tensor
 from engine.files.safetensors_writer import PAGE_BYTES
 
 FIT = ["fit", "model", "--group-size", "32", "--validation-samples", "2", "--evaluation-samples", "2", *CALIBRATION]
@@ -84,6 +85,45 @@ def test_bytes_that_a_token_reads_are_limited_too(place: Path) -> None:
     free = run(*FIT, "--target-size", "1GB", "-o", "free")
     figures = run(*FIT, "--target-active", str(int(0.6 * free["active_bytes"])), "-o", "out")
     assert figures["active_bytes"] <= 0.6 * free["active_bytes"] and figures["target_bytes"] is None
+
+
+def test_experts_that_go_save_no_bytes_that_a_token_reads(place: Path) -> None:
+    """Every token reads as many experts as before: with whole experts of one size the engine reads as much."""
+    whole_experts = [*FIT, "--bits", "16", "--unit-multiple", "96"]
+    figures = run(*whole_experts, "--target-size", str(int(0.7 * whole_size(place))), "-o", "out")
+    assert figures["experts_after"] < figures["experts_before"]
+    work = ("--prompt-tokens", "0", "--generated-tokens", "2", "--repetitions", "1")
+    reads = [run("bench", each, *work) for each in ("model", "out")]
+    before, after = (own["rows"][0]["weights_read_bytes_per_token"] for own in reads)
+    assert after >= 0.99 * before
+    assert figures["active_bytes"] == pytest.approx(after, rel=0.1)
+    less = ["--target-active", str(int(0.7 * after)), "-o", "less"]
+    refused(place, [*whole_experts, *less], "bytes read for a token, and the least")
+
+
+def test_impossible_bytes_that_a_token_reads_are_known_before_any_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "prepare", lambda *given: pytest.fail("text was read"))
+    refused(place, [*FIT, "--target-active", "1KB", "-o", "out"], "1,000 bytes read for a token, and the least")
+
+
+def test_free_memory_that_holds_no_choice_is_known_before_any_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "unit_costs", lambda *given: pytest.fail("a pass began"))
+    monkeypatch.setattr(module, "target_size", lambda run: 5_000)
+    refused(place, [*FIT, "--fit-to", "auto", "-o", "out"], "the target is 5,000 bytes, and the least that is possible")
+
+
+def test_a_result_by_layer_is_written_as_gguf_with_its_bits(place: Path) -> None:
+    target = str(int(0.35 * whole_size(place)))
+    figures = run(*FIT, "--target-size", target, "--by-layer", "-o", "out")
+    assert figures["units_after"] == figures["units_before"] and len(figures["matrices_by_bits"]) > 1
+    result = Checkpoint(place / "out")
+    for layer, experts in result.config.experts_by_layer.items():
+        for part in (0, 1, 2):
+            names = [expert_tensor(result.config.architecture, layer, expert, part) for expert in range(experts)]
+            assert len({result.scheme(name) for name in names}) == 1
+    written = run("export", "out", "--format", "gguf", "--type", "stored", "-o", "out.gguf")
+    assert written["max_abs_logit_difference"] <= 1e-4
+    refused(place, [*FIT, "--target-size", target, "--by-layer", "--bits", "16", "-o", "x"], "--by-layer leave nothing")
 
 
 def test_no_units_go_and_no_bits_without_them(place: Path) -> None:
