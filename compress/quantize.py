@@ -26,6 +26,7 @@ from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import load_skip_tables
 from engine.errors import OptionError
+from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 
@@ -109,7 +110,7 @@ def _rescaling(run: QuantizeRun) -> Rescaling | None:
     if options.way != AWQ:
         return None
     saved = run.work.path / "activation_scales.safetensors"
-    if saved.is_file():
+    if processes.told(saved.is_file()):
         return load_rescaling(saved)
     found = activation_scales(
         prepared.checkpoint,
@@ -122,7 +123,8 @@ def _rescaling(run: QuantizeRun) -> Rescaling | None:
         budget=run.memory_budget,
         progress=run.bar("scales (layers)"),
     )
-    found.save(saved)
+    if processes.is_first():
+        found.save(saved)
     return found
 
 

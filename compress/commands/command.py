@@ -267,7 +267,7 @@ def prepare_process(common: Common, name: str, is_shared: bool) -> None:
         if processes.started_together() and not is_shared:
             raise OptionError(
                 f"compress {name} runs in one process; torchrun's several can only share calibrate, prune, merge, densify, "
-                "distill"
+                "distill, quantize"
             )
         processes.meet()
     if common.threads is not None:

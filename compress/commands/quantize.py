@@ -11,10 +11,13 @@ def quantize(given: Given) -> Figures:
 
     MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default). Router, norms,
     embeddings and biases keep their dtype, and so does the output head unless --quantize-head is given.
+
+    Several processes share the rounding with error feedback (--rounding gptq): torchrun --nproc-per-node N --no-python
+    compress quantize …
     """
     from compress.quantize import quantize as run
 
     return show_figures(given, run(given.job(QuantizeOptions, f"{given.values['bits']}-bit"), progress_bar))
 
 
-COMMAND = command("quantize", quantize, QuantizeOptions, *HUB, first=ROUND)
+COMMAND = command("quantize", quantize, QuantizeOptions, *HUB, first=ROUND, is_shared=True)

@@ -2,7 +2,8 @@
 
 Every matrix is rounded for the inputs that it has in the model as it is; GPTQ §4 takes the inputs that the rounded layers
 before it give. Inputs of an expert are weighted as the model weighs its output (w²), so that H counts the output's error.
-One layer is in memory at a time with its inputs, and the moments of a few of its feed-forward networks.
+One layer is in memory at a time with its inputs, and the moments of a few of its feed-forward networks. Several processes
+share a layer's networks: each runs the model on all of the text, and rounds and writes its own part, to the same numbers.
 
 Shape suffixes: T tokens, R tokens of one network, D hidden, F width, I inputs of a matrix.
 """
@@ -30,6 +31,7 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.stored.quantized_weight import QuantizedWeight, Weight
 from engine.kernels.stored.scheme import Scheme
+from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 
@@ -44,8 +46,8 @@ class FeedbackRounding:
 
     def __init__(self, directory: Path, scheme_of: Callable[[str], Scheme]) -> None:
         self._directory, self._scheme_of = directory, scheme_of
-        self._opened: dict[int, SafetensorsFile] = {}
-        """The layers' files, whose mapped pages are released together."""
+        self._opened: dict[int, list[SafetensorsFile]] = {}
+        """The layers' files, one of each process, whose mapped pages are released together."""
         self._releasing = Releasing(self._release)
 
     def __call__(self, name: str) -> QuantizedWeight | None:
@@ -55,22 +57,24 @@ class FeedbackRounding:
         layer = int(name.split(".")[2])  # model.layers.N.…
         if layer not in self._opened:
             self._opened[layer] = self._open(layer)
-        packed_OB, scales_OC = (self._opened[layer].tensor(f"{name}.{part}") for part in ("packed", "scales"))
+        file = next(file for file in self._opened[layer] if f"{name}.packed" in file.entries)
+        packed_OB, scales_OC = (file.tensor(f"{name}.{part}") for part in ("packed", "scales"))
         self._releasing.read(packed_OB.nbytes + scales_OC.nbytes)
         bits = self._scheme_of(name).bits
         return QuantizedWeight(packed_OB, scales_OC, bits, packed_OB.shape[1] * 8 // bits)
 
     def is_complete(self, layers: int) -> bool:
-        """Return whether all layers of a model of so many are rounded."""
-        return _path(self._directory, layers - 1).is_file()
+        """Return whether all layers of a model of so many are rounded, by all processes."""
+        return all(path.is_file() for path in _paths(self._directory, layers - 1))
 
-    def _open(self, layer: int) -> SafetensorsFile:
-        file = SafetensorsFile(_path(self._directory, layer))
-        check_digest(file)
-        return file
+    def _open(self, layer: int) -> list[SafetensorsFile]:
+        files = [SafetensorsFile(path) for path in _paths(self._directory, layer)]
+        for file in files:
+            check_digest(file)
+        return files
 
     def _release(self) -> None:
-        for file in self._opened.values():
+        for file in (file for own in self._opened.values() for file in own):
             file.release()
 
 
@@ -88,7 +92,7 @@ def round_layers(
     """Round the matrices of every layer into `directory`. An interrupted pass resumes at its layer."""
     wanted = set(options.names(checkpoint.config))
     found = FeedbackRounding(directory, options.scheme_of)
-    if found.is_complete(len(checkpoint.config.layers)):
+    if processes.told(found.is_complete(len(checkpoint.config.layers))):
         return found
     directory.mkdir(parents=True, exist_ok=True)
     text = Text(slice(0, len(tokens_SL)), tokens_SL.shape[1])
@@ -103,14 +107,17 @@ def round_layers(
         dtype=dtype,
         device=device,
         budget=budget,
-        directory=directory / "pass",
+        directory=processes.own_directory(directory / "pass", text.rows),
         progress=progress,
     ).close()
+    processes.wait()
     return found
 
 
-def _path(directory: Path, layer: int) -> Path:
-    return directory / f"rounded-{layer}.safetensors"
+def _paths(directory: Path, layer: int) -> list[Path]:
+    """Return the files of a layer, by the rank of the process that writes it."""
+    ranks = ["", *(f"-{rank}" for rank in range(1, processes.count()))]
+    return [directory / f"rounded-{layer}{rank}.safetensors" for rank in ranks]
 
 
 class _LayerRounding:
@@ -148,7 +155,7 @@ class _LayerRounding:
         """Round the layer's matrices and write their file."""
         tensors: dict[str, Tensor] = {}
         source = self._checkpoint.source(torch.float32)
-        for names, moment_II in chain(self._of_attention(), self._of_networks()):
+        for names, moment_II in chain(self._of_attention() if processes.is_first() else (), self._of_networks()):
             check_inputs(self._checkpoint, names[0], moment_II)
             self._budget.relieve(self._checkpoint.release, factoring_bytes(len(moment_II)))
             feedback = Feedback(moment_II)
@@ -157,7 +164,7 @@ class _LayerRounding:
                 scheme, scale_dtype = self._options.scheme_of(name), self._checkpoint.dtype(name)
                 rounded = feedback.round(source(name), scheme, scale_dtype)
                 tensors |= {f"{name}.packed": rounded.packed_OB, f"{name}.scales": rounded.scales_OC}
-        write_state(_path(directory, self._index), tensors, {}, "rounded matrices")
+        write_state(_paths(directory, self._index)[processes.rank()], tensors, {}, "rounded matrices")
         if self._inputs is not None:
             self._inputs.close()
 
@@ -167,15 +174,16 @@ class _LayerRounding:
             yield [self._names[key] for key in keys], sum_II
 
     def _of_networks(self) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield the matrices of a feed-forward network that share an input, and its moment."""
+        """Yield the matrices of this process's feed-forward networks that share an input, and its moment."""
         if self._inputs is None:
             return
         self._inputs.stop()
         mean_DD, _ = mean_moment(self._inputs)
-        networks = self._inputs.networks
+        numbers = processes.share(range(len(self._inputs.networks)))
+        networks = [self._inputs.networks[number] for number in numbers]
         sizes = [8 * (network.width**2 + network.down_DF.shape[0] ** 2) for network in networks]
         for group in groups_within(most_moment_bytes(self._budget), sizes):
-            for own in network_moments(self._inputs, group).values():
+            for own in network_moments(self._inputs, [numbers[place] for place in group]).values():
                 inputs_DD, units_FF = own.moments(mean_DD)
                 down, known = own.network.down_DF, [each for each in own.network.projections if id(each) in self._names]
                 for weights, moment_II in (

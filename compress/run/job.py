@@ -150,8 +150,8 @@ def check_plain(checkpoint: Checkpoint) -> None:
     if checkpoint.schemes_used:
         bits = " and ".join(map(str, sorted({scheme.bits for scheme in checkpoint.schemes_used})))
         raise OptionError(
-            f"{checkpoint.directory}: has weights of {bits} bits, which are not changed again; take the model that it was "
-            "quantized from, and round the result"
+            f"{checkpoint.directory}: has weights of {bits} bits; take the model that it was quantized from, and "
+            "`compress quantize` the result (`compress fit` rounds it)"
         )
 
 

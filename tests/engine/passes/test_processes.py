@@ -164,6 +164,22 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.glob(".*")), "nothing temporary is left"
 
 
+@pytest.mark.parametrize("way", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
+def test_rounding_in_two_processes_gives_the_same_bytes(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_workplace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["quantize", "model", *CALIBRATION, "--bits", "4", "--group-size", "16", "--rounding", way, "--json"]
+    command += ["--evaluation-samples", "3"]
+    done = two_processes("-m", "cli", *command, "-o", "together", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
+    figures = [json.loads(each) for each in (done.stdout, result.stdout)]
+    assert figures[0]["perplexity_after"] == pytest.approx(figures[1]["perplexity_after"], rel=1e-5)
+    together, alone = (next((tmp_path / each).glob("model*.safetensors")) for each in ("together", "alone"))
+    assert together.read_bytes() == alone.read_bytes()
+    assert not list(tmp_path.glob(".*")), "nothing temporary is left"
+
+
 @pytest.mark.parametrize("held", [["--memory-limit", "1.5GB"], ["--shard"]], ids=["a layer", "pieces"])
 @pytest.mark.slow
 def test_each_process_holds_but_a_part(held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
