@@ -181,12 +181,12 @@ class Table:
         A token reads as many experts of a layer as before, or all that stay. Those that chose an expert that goes are
         taken to choose the others in proportion to their shares.
         """
-        found, layers = 0.0, dict[int, list[tuple[float, int]]]()
+        found, layers = 0.0, dict[int, list[tuple[float, float, int]]]()
         for item, place in self._places(options):
             if item.layer == OTHERS:
                 found += item.read[place]
             else:
-                layers.setdefault(item.layer, []).append((item.share, item.bytes[place]))
+                layers.setdefault(item.layer, []).append((item.share, item.read[place], item.bytes[place]))
         return found + sum(map(_read_of_layer, layers.values()))
 
     def _places(self, options: Sequence[Option]) -> Iterator[tuple[Item, int]]:
@@ -195,13 +195,16 @@ class Table:
             yield item, item.options.index(option)
 
 
-def _read_of_layer(experts: Sequence[tuple[float, int]]) -> float:
-    """Return the bytes that a token reads of a layer's experts. experts: share of the tokens and bytes, 0 if it goes."""
-    staying = [(share, size) for share, size in experts if size]
-    chosen, known = sum(share for share, _ in experts), sum(share for share, _ in staying)
+def _read_of_layer(experts: Sequence[tuple[float, float, int]]) -> float:
+    """Return the bytes that a token reads of a layer's experts.
+
+    experts: the share of the tokens, bytes that a token reads on average, and bytes in files, 0 for one that goes.
+    """
+    staying = [own for own in experts if own[-1]]
+    chosen, known = (sum(share for share, *_ in own) for own in (experts, staying))
     if not known:  # no token of the text chose any that stays
-        return chosen * sum(size for _, size in staying) / max(len(staying), 1)
-    return min(chosen, len(staying)) / known * sum(share * size for share, size in staying)
+        return chosen * sum(size for *_, size in staying) / max(len(staying), 1)
+    return min(chosen, len(staying)) / known * sum(read for _, read, _ in staying)
 
 
 def _padded(rows: Sequence[Sequence[float]], value: float) -> Tensor:
@@ -246,11 +249,11 @@ def table(
             Item(
                 *(OTHERS, number, [Option(0, bits) for bits in known], [0.0] * len(known), [*known.values()]),
                 [sizes.others(kind, bits) for bits in known],
-                [sizes.read_of_others(kind, bits) for bits in known],
+                [sizes.read.read_of_others(kind, bits) for bits in known],
             )
         )
-    fixed = sizes.never_rounded()
-    items.append(Item(OTHERS, len(others), [Option(0)], [0.0], [0.0], [fixed], [float(fixed)]))
+    fixed, read = sizes.never_rounded(), float(sizes.read.never_rounded())
+    items.append(Item(OTHERS, len(others), [Option(0)], [0.0], [0.0], [fixed], [read]))
     return Table(items, by_layer)
 
 
@@ -268,7 +271,7 @@ def least_bytes(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, leas
 
 def least_read(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, least_experts: int) -> float:
     """Return bytes that a token reads at least, whatever is chosen; see `least_bytes` for the arguments."""
-    config = sizes.checkpoint.config
+    config, sizes = sizes.checkpoint.config, sizes.read
     kinds = kinds_of_others(config)
     found = sizes.never_rounded() + sum(min(sizes.read_of_others(kind, own) for own in bits) for kind in kinds)
     for layer, experts in _smallest_experts(sizes, bits, multiple).items():
@@ -313,13 +316,14 @@ def _expert(
     ]
     options += [Option(0)] * may_go
     size = [sizes.expert(layer, number, *option) for option in options]
-    least = min(own for own in size if own)
+    read = [sizes.read.expert(layer, number, *option) for option in options]
+    least = min(own for own in read if own)
     return Item(
         *(layer, number, options),
         [lost_F[len(score_F) - option.units] for option in options],
         [_rounding_cost(option, rounding) for option in options],
         size,
-        [share * (own or least) for own in size],
+        [share * (own or least) for own in read],
         share,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -33,11 +33,18 @@ class Sizes:
 
     checkpoint: Checkpoint
     group_size: int
+    counts_headers: bool = True
+    """Whether headers count, which are in files and which no token reads."""
+
+    @property
+    def read(self) -> Sizes:
+        """Return the sizes without headers."""
+        return replace(self, counts_headers=False)
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         """Return the bytes of one tensor."""
         entry = f'"{name}":{{"dtype":"BF16","shape":{list(shape)},"data_offsets":[{self._offset},{self._offset}]}},'
-        return math.prod(shape) * dtype.itemsize + len(entry)
+        return math.prod(shape) * dtype.itemsize + self.counts_headers * len(entry)
 
     def matrix(self, name: str, shape: tuple[int, ...], bits: int) -> int:
         """Return the bytes of a matrix of so many bits."""
@@ -87,7 +94,7 @@ class Sizes:
         config, shapes = self.checkpoint.config, expected_tensors(self.checkpoint.config)
         rows = {name for layer in config.moe_layers for name in expert_rows(config, layer)}
         elsewhere = routed_tensors(config) | rows | {name for own in self._kinds.values() for name in own}
-        found = START_BYTES * (1 + self.checkpoint.bytes // DEFAULT_SHARD_BYTES)
+        found = self.counts_headers * START_BYTES * (1 + self.checkpoint.bytes // DEFAULT_SHARD_BYTES)
         found += sum(self.tensor(name, *own) for name, own in self.checkpoint.derived.items())
         found += sum(self.tensor(name, self._dtype(name), (0, *shapes[name][1:])) for name in rows)  # experts count them
         return found + sum(self.matrix(name, shapes[name], PLAIN_BITS) for name in shapes.keys() - elsewhere)
