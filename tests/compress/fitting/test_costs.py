@@ -263,7 +263,8 @@ def test_costs_of_an_expert_by_hand(checkpoint: Checkpoint) -> None:
     assert item.removal[place] == pytest.approx(float(score_F.sort().values[:32].sum()))
     whole = item.options.index(Option(width, 8, 4))
     assert item.rounding[place] == item.rounding[whole] > 0 and item.removal[whole] == 0.0
-    assert item.read[place] == 0.25 * item.bytes[place]
+    entries = item.bytes[place] - item.read[place] / 0.25  # in headers, which no token reads
+    assert 0 < entries < 12 * 200
 
 
 def test_the_experts_that_cost_most_cannot_go(checkpoint: Checkpoint) -> None:
