@@ -32,6 +32,7 @@ from compress.refit.correction import check_correctable, check_width
 from compress.refit.correction import held_bytes as correction_bytes
 from compress.report.card import training_lines
 from compress.report.figures import PruneFigures
+from compress.report.likeness import likeness
 from compress.report.pictures import draw_training
 from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
@@ -120,6 +121,8 @@ def _make(run: MethodRun) -> Made:
     trained = fitted.tensors | recovered(run, plan, fitted.tensors)
     distilled = _distilled(run, plan, trained)
     own |= {"granularity": granularity(plan), "refit": fitted.figures, "training": distilled.parts}
+    if granularity(plan) == "unit" and isinstance(prepared.checkpoint, Checkpoint):
+        own["expert_likeness"] = likeness(prepared.checkpoint)
     return Made(
         plan,
         "plan" if prepared.plan is not None else options.method,

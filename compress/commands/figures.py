@@ -13,6 +13,9 @@ REFIT_LINES = (
 )
 """The line of a refit, and of a correction without one: its text, the figures by layer, and their digits."""
 
+NEARLY_COPIES = 0.9
+"""Cosine from which experts are said to be nearly copies. Those that were trained apart from the start are near 0."""
+
 
 def show_figures(given: Given, figures: Figures) -> Figures:
     """Print the figures of a smaller model beside those of the model it was made from, and return them."""
@@ -36,6 +39,11 @@ def show_figures(given: Given, figures: Figures) -> Figures:
     )
     if figures.get("loading_note"):
         given.say(f"note: {figures['loading_note']}")
+    if (likeness := figures.get("expert_likeness")) is not None and likeness >= NEARLY_COPIES:
+        given.say(
+            f"note: the experts of a layer are nearly copies of each other (cosine {likeness:.2f}), so that one can stand for "
+            "another; compare with --granularity expert"
+        )
     if "prediction_note" in figures:
         given.say(f"note: {figures['prediction_note']}")
     if figures.get("plots", True) == []:

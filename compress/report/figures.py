@@ -164,6 +164,8 @@ class PruneFigures(ModelFigures):
     refit: NotRequired[RefitFigures | None]
     """The refit of the down projections; None where none was made."""
     naee: NotRequired[SearchFigures]
+    expert_likeness: NotRequired[float | None]
+    """Mean cosine of the down projections of a layer's first two experts, where hidden units were removed."""
 
 
 class FrontierPoint(TypedDict):
