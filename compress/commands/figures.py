@@ -41,8 +41,8 @@ def show_figures(given: Given, figures: Figures) -> Figures:
         given.say(f"note: {figures['loading_note']}")
     if (likeness := figures.get("expert_likeness")) is not None and likeness >= NEARLY_COPIES:
         given.say(
-            f"note: the experts of a layer are nearly copies of each other (cosine {likeness:.2f}), so that one can stand for "
-            "another; compare with --granularity expert"
+            f"note: the experts of a layer are nearly copies of each other (cosine {likeness:.2f}), so that one can "
+            "stand for another; compare with --granularity expert"
         )
     if "prediction_note" in figures:
         given.say(f"note: {figures['prediction_note']}")
