@@ -386,7 +386,7 @@ class Checkpoint(ModelDirectory):
         for part in in_parts(tensor, RELEASE_EVERY_BYTES):
             low, high = torch.aminmax(part)  # one fast read; NaN propagates
             if not bool(low.isfinite() & high.isfinite()):
-                stored_name = self.stored_names(name)[0]
+                stored_name = name if self.gguf is None else self.stored_names(name)[0]
                 raise CheckpointError(f"{self.directory}: tensor {stored_name} holds NaN or infinity; the file is damaged")
             self.release()
 
