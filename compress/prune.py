@@ -121,7 +121,7 @@ def _make(run: MethodRun) -> Made:
     trained = fitted.tensors | recovered(run, plan, fitted.tensors)
     distilled = _distilled(run, plan, trained)
     own |= {"granularity": granularity(plan), "refit": fitted.figures, "training": distilled.parts}
-    if granularity(plan) == "unit" and isinstance(prepared.checkpoint, Checkpoint):
+    if granularity(plan) == "unit" and prepared.checkpoint.has_own_decoder:
         own["expert_likeness"] = likeness(prepared.checkpoint)
     return Made(
         plan,
