@@ -17,7 +17,7 @@ Shape suffixes: I items, G groups of items, O options, F expert width, B widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -123,20 +123,23 @@ class Table:
         The limit of what is read is lowered until the choice keeps it with the tokens of experts that go counted where they
         go to (`read_bytes`), which the sums over items leave out.
         """
-        costs_GO, lowered = self._summed(self.costs(corrections)), read
-        groups = self._groups.tolist()
+        groups_I = self._groups
+
+        def summed(values_IO: Tensor) -> Tensor:
+            """Return the sums over the items of each group, [G, O]."""
+            return values_IO.new_zeros(int(groups_I.max()) + 1, values_IO.shape[1]).index_add_(0, groups_I, values_IO)
+
+        costs_GO, limits = summed(self.costs(corrections)), list[Limit]()
+        if size is not None:
+            limits.append(Limit(summed(_padded([item.bytes for item in self.items], 0.0)), size, "bytes"))
+        if read is not None:
+            limits.append(Limit(summed(_padded([item.read for item in self.items], 0.0)), read, READ))
         while True:
-            limits = []
-            if size is not None:
-                limits.append(Limit(self._summed(_padded([item.bytes for item in self.items], 0.0)), size, "bytes"))
-            if lowered is not None:
-                limits.append(Limit(self._summed(_padded([item.read for item in self.items], 0.0)), lowered, READ))
             choice_G = choose(costs_GO, limits).tolist()
-            options = [item.options[choice_G[group]] for item, group in zip(self.items, groups, strict=True)]
+            options = [item.options[choice_G[group]] for item, group in zip(self.items, groups_I.tolist(), strict=True)]
             if read is None or (found := self.read_bytes(options)) <= read:
                 return options
-            assert lowered is not None
-            lowered *= min(read / found, LOWERED)
+            limits[-1] = replace(limits[-1], most=limits[-1].most * min(read / found, LOWERED))
 
     @property
     def _groups(self) -> Tensor:
@@ -144,11 +147,6 @@ class Table:
         own = [item.layer if self.by_layer and item.layer != OTHERS else (item.layer, item.number) for item in self.items]
         numbers = {group: number for number, group in enumerate(dict.fromkeys(own))}
         return torch.tensor([numbers[group] for group in own])
-
-    def _summed(self, values_IO: Tensor) -> Tensor:
-        """Return the sums over the items of each group, [G, O]."""
-        groups_I = self._groups
-        return values_IO.new_zeros(int(groups_I.max()) + 1, values_IO.shape[1]).index_add_(0, groups_I, values_IO)
 
     def without_removal(self) -> Table:
         """Return a table of the options that keep all hidden units."""

@@ -36,7 +36,7 @@ class Sizes:
     counts_headers: bool = True
     """Whether headers count, which are in files and which no token reads."""
 
-    @property
+    @cached_property
     def read(self) -> Sizes:
         """Return the sizes without headers."""
         return replace(self, counts_headers=False)

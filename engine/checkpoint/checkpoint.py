@@ -137,18 +137,14 @@ class Checkpoint(ModelDirectory):
         return {name: QuantizedView(own, self.shapes[name], by_name, self.schemes) for name, own in packed.items()}
 
     def _check_names_and_shapes(self, by_name: Mapping[str, MappedFile]) -> None:
-        problems = list[str]()
         missing = [name for name in self.shapes if name not in self._views]
-        problems += [f"tensor {self._stored_name(name)} is missing" for name in missing[:1]]
+        problems = [(name, "is missing") for name in missing[:1]]
         for name, shape in self.shapes.items():
             view = self._views.get(name)
             if view is not None and view.shape != shape:
-                problems.append(
-                    f"tensor {self._stored_name(name)} has shape {list(view.shape)} and config.json says {list(shape)}"
-                )
+                problems.append((name, f"has shape {list(view.shape)} and config.json says {list(shape)}"))
             if view is not None and (not view.element.is_floating_point or view.element.itemsize == 1):
-                own = self._stored_name(name)
-                problems.append(f"tensor {own} is {view.element}; weights quantized in this way are not read")
+                problems.append((name, f"is {view.element}; weights quantized in this way are not read"))
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         used |= {name for name in derived_tensors(self.config) if name in by_name}
         is_ignorable = _is_ignorable if self.gguf is None else self.gguf.is_ignorable
@@ -158,11 +154,13 @@ class Checkpoint(ModelDirectory):
             for name in by_name
             if name not in used and not is_ignorable(name, self.config) and not name.endswith(not_read)
         ]
-        problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
-        if problems:
+        first = [(self._stored_name(name), what) for name, what in problems[:1]]
+        first += [(name, f"is not part of this {self.config.architecture.model_type}") for name in extra[:1]]
+        if first:
+            (stored, what), *_ = first
             more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
             same = SAME_MODEL if self.gguf is None else SAME_FILE
-            raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {same}")
+            raise CheckpointError(f"{self.directory}: tensor {stored} {what}{more}; {same}")
 
     def _stored_name(self, name: str) -> str:
         """Return the name that a tensor has on disk, or would have if it were there."""
