@@ -11,6 +11,7 @@ of them.
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -95,6 +96,10 @@ def methods() -> dict[str, Callable[[Checkpoint, torch.Tensor], object]]:
     }
 
 
+GRADIENTS = ("diep, gated", "diep, routed", "fisher", "taylor")
+"""Methods whose time is that of passes with gradients, over the chosen experts alone."""
+
+
 def variant_shape(variant: str) -> tuple[dict[str, int], int]:
     """Return (shape of the model, sequences)."""
     changed, _, factor = variant.partition(" × ")
@@ -138,9 +143,14 @@ def table(figures: dict[str, Any]) -> str:
 def quoted(figures: dict[str, Any]) -> dict[str, str]:
     """Return the ratios that the page quotes."""
     four = {name: own["experts × 4"] / own["base"] for name, own in figures["seconds"].items()}
-    of_gradients = [four[name] for name in ("diep, gated", "diep, routed", "fisher", "taylor")]
+    of_gradients = [four[name] for name in GRADIENTS]
     fisher = figures["seconds"]["fisher"]
+    layers = [own["layers × 2"] / own["base"] for own in figures["seconds"].values()]
+    tokens = [figures["seconds"][name]["tokens × 2"] / figures["seconds"][name]["base"] for name in GRADIENTS]
     return {
+        "layers": f"{statistics.median(layers):.1f}",
+        "tokens_low": f"{min(tokens):.1f}",
+        "tokens_high": f"{max(tokens):.1f}",
         "fisher_layers": f"{fisher['layers × 2'] / fisher['base']:.1f}",
         "experts_low": f"{min(of_gradients):.1f}",
         "experts_high": f"{max(of_gradients):.1f}",

@@ -58,6 +58,10 @@ VLLM, BESIDE_VLLM = "vLLM, bf16", "ours, beside vLLM"
 PREFILL, LONG_PREFILL = f"prefill {PROMPT}", f"prefill {LONG}"
 DECODE, TOGETHER = f"decode {NEW}", f"decode {NEW}, {BATCH} sequences"
 TESTS = (PREFILL, LONG_PREFILL, DECODE, TOGETHER)
+PEERS = {"transformers": BEST, "llama_cpp": "llama.cpp BF16", "llama_cpp_8_bits": "llama.cpp Q8_0"}
+PEERS["llama_cpp_4_bits"] = "llama.cpp Q4_0"
+QUOTED = {"decode": DECODE, "prompt": PREFILL}
+"""Peers and tests that sentences quote, by the parts of their names there."""
 IMPLEMENTATIONS = {
     LONG_PREFILL: ("grouped_mm", "eager"),
     TOGETHER: ("grouped_mm", "eager", f"{COMPILED}grouped_mm"),
@@ -336,6 +340,18 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
+def speed_up(row: dict[str, Any], ours: list[float], test: str) -> str:
+    """Return the ratio of our speed to that of a row, with its range.
+
+    Where ours were timed several times in each round of the peer, the range is of their medians.
+    """
+    theirs = row["rounds"][test]
+    turns, rest = divmod(len(ours), len(theirs))
+    if turns > 1 and not rest:
+        ours = [statistics.median(ours[at : at + turns]) for at in range(0, len(ours), turns)]
+    return times(row[f"{test} ratio"], ours, theirs)
+
+
 def stream(threads: int) -> float:
     """Return GB/s of reading memory with so many threads, the best of three."""
     torch.set_num_threads(threads)
@@ -392,7 +408,7 @@ def table(figures: dict[str, Any]) -> str:
         speed = f"{row[test]:.0f}" if test in (PREFILL, LONG_PREFILL) else f"{row[test]:.1f}"
         is_peer = not row["title"].startswith("ours")
         own = row.get("ours", ours[row["bits"]])
-        return [speed, times(row[f"{test} ratio"], own[test], row["rounds"][test]) if is_peer else ""]
+        return [speed, speed_up(row, own[test], test) if is_peer else ""]
 
     lines = []
     for row in figures["rows"]:
@@ -403,18 +419,20 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the range of the memory bandwidth over the rounds, in GB/s, and ratios to the peers in 16 bits."""
+    """Return the range of the memory bandwidth over the rounds, in GB/s, our shares of it, and ratios to the peers."""
     found = figures["stream_gb_per_second"]
     said = {"stream_low": f"{min(found):.0f}", "stream_high": f"{max(found):.0f}"}
     rows = {row["title"]: row for row in figures["rows"]}
-    for peer, title in (("transformers", BEST), ("llama_cpp", "llama.cpp BF16")):
-        said |= {f"decode_{peer}": f"{rows[title][f'{DECODE} ratio']:.2f}"}
-        said |= {f"prompt_{peer}": f"{rows[title][f'{PREFILL} ratio']:.2f}"}
+    for bits, (own, *_) in BITS.items():
+        said[f"share_{bits.replace(' ', '_')}"] = f"{rows[own]['share']:.0%}"
+    for peer, title in PEERS.items():
+        ours = rows[BITS[rows[title]["bits"]][0]]["rounds"]
+        said |= {f"{name}_{peer}": speed_up(rows[title], ours[test], test) for name, test in QUOTED.items()}
     return said
 
 
 TABLES = {"decode": table, "decode_without_avx512": table, "decode_with_amx": table}
-IN_TEXT = {"decode": quoted}
+IN_TEXT = {"decode": quoted, "decode_without_avx512": quoted}
 
 
 def picture(figures: dict[str, Any], path: Path) -> None:

@@ -2,7 +2,9 @@
 
     python benchmarks/default_method.py [--models demo,shared-expert] [--seeds 3] [--windows 256] [--jobs 2]
 
-Each (model, method, seed) is pruned at 25 and 50 % with the method's default scope, on 128 × 256 tokens that the seed draws.
+Each (model, method, seed) is pruned at 25 and 50 % with the method's default scope, on 128 × 256 tokens that the seed draws;
+results of the default, which removes hidden units, are refitted, as `compress prune` does. The default for whole experts is
+compared with the others too.
 All are measured on the same windows: 256 of the half that choices are made on ("selection") and 256 of the half for reports,
 spread over all documents of each. Models are compared document by document: for each window the losses of both methods are
 averaged over the seeds, and documents are drawn with replacement (compress/run/losses.py). Finished runs are saved in
@@ -26,11 +28,12 @@ from methods import MODELS, SEQUENCES_AT_ONCE, Cell, default_scope, prunings, tr
 from results import RESULTS, markdown, remember, remembered, save
 from torch import Tensor
 
-from compress.methods import DEFAULT_METHODS
+from compress.methods import DEFAULT_GRANULARITY, DEFAULT_METHODS
 from compress.run.losses import Losses
 from compress.training.losses import next_token_loss
 
-METHODS = tuple(dict.fromkeys((DEFAULT_METHODS["expert"], "diep", "reap", "naee")))
+DEFAULT, OF_EXPERTS = DEFAULT_METHODS[DEFAULT_GRANULARITY], DEFAULT_METHODS["expert"]
+METHODS = (DEFAULT, OF_EXPERTS, "diep", "reap", "naee")
 FULL = "full model"
 SPARSITIES = (0.25, 0.5)
 HALVES = ("selection", "report")
@@ -67,7 +70,7 @@ def window_losses(decoder: Any, tokens_SL: Tensor) -> list[float]:
 def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
     """Return the losses on every window of both halves, by sparsity; the full model has sparsity 0."""
     from compress.plans.apply import planned_decoder
-    from compress.prune import make_plan
+    from compress.prune import make_plan, refitted
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.model_directory import resolve
     from engine.decoder.model import Decoder
@@ -81,7 +84,9 @@ def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
     else:
         cells = [Cell(sparsity, default_scope(method)) for sparsity in SPARSITIES]
         for cell, pruning in prunings(model, method, seed, cells):
-            decoder = planned_decoder(make_plan(pruning), pruning.prepared.checkpoint, torch.float32)
+            plan = make_plan(pruning)
+            tensors = refitted(pruning, plan).tensors
+            decoder = planned_decoder(plan, pruning.prepared.checkpoint, torch.float32, replaced=tensors)
             losses[f"{cell.sparsity:g}"] = {half: window_losses(decoder, own.tokens_SL) for half, own in halves.items()}
     documents = {half: own.documents_S.tolist() for half, own in halves.items()}
     return {"model": model, "method": method, "seed": seed, "losses": losses, "documents": documents}
@@ -117,17 +122,20 @@ def documents_of(figures: dict[str, Any], model: str, half: str) -> Tensor:
     return torch.tensor(next(run for run in figures["runs"] if run["model"] == model)["documents"][half])
 
 
-def comparison(figures: dict[str, Any], model: str, method: str, sparsity: str) -> dict[str, Any]:
-    """Return a method's perplexities, and the default's perplexity over this method's on the half for reports."""
-    documents_S = documents_of(figures, model, "report")
+def perplexities(figures: dict[str, Any], model: str, method: str, sparsity: str) -> dict[str, float]:
+    """Return a method's perplexities on both halves, and the standard error of that on the half for reports."""
     chosen, reported = (losses_of(figures, model, method, sparsity, half) for half in HALVES)
-    found = {"selection": chosen.perplexity, "report": reported.perplexity, "stderr": reported.standard_error(documents_S)}
-    if method != figures["default"]:
-        default = losses_of(figures, model, figures["default"], sparsity, "report")
-        found["ratio"] = default.ratio_to(reported, documents_S)
-        ours, theirs = (seed_losses(figures, model, name, sparsity) for name in (figures["default"], method))
-        found["won"] = sum(own < other for own, other in zip(ours, theirs, strict=True))
-    return found
+    error = reported.standard_error(documents_of(figures, model, "report"))
+    return {"selection": chosen.perplexity, "report": reported.perplexity, "stderr": error}
+
+
+def comparison(figures: dict[str, Any], model: str, ours: str, theirs: str, sparsity: str) -> tuple[str, str]:
+    """Return one method's perplexity over another's on the half for reports, and of how many seeds it is below it."""
+    own, other = (losses_of(figures, model, name, sparsity, "report") for name in (ours, theirs))
+    value, low, high = own.ratio_to(other, documents_of(figures, model, "report"))
+    pairs = zip(*(seed_losses(figures, model, name, sparsity) for name in (ours, theirs)), strict=True)
+    won = sum(one < another for one, another in pairs)
+    return f"{value:.3f} ({low:.3f} to {high:.3f})", f"{won} of {figures['seeds']}"
 
 
 def seed_losses(figures: dict[str, Any], model: str, method: str, sparsity: str) -> list[float]:
@@ -143,37 +151,41 @@ def table(figures: dict[str, Any]) -> str:
         whole = losses_of(figures, model, FULL, "0", "report")
         error = whole.standard_error(documents_of(figures, model, "report"))
         chosen = losses_of(figures, model, FULL, "0", "selection").perplexity
-        rows.append([f"{model}, {FULL}", f"{chosen:.2f}", f"{whole.perplexity:.2f} ± {error:.2f}", "–", "–"])
+        rows.append([f"{model}, {FULL}", f"{chosen:.2f}", f"{whole.perplexity:.2f} ± {error:.2f}", *["–"] * 4])
         for sparsity in figures["sparsities"]:
             for method in figures["methods"]:
-                own = comparison(figures, model, method, sparsity)
-                against = ["–", "–"]
-                if "ratio" in own:
-                    value, low, high = own["ratio"]
-                    against = [f"{value:.3f} ({low:.3f} to {high:.3f})", f"{own['won']} of {figures['seeds']}"]
-                name = f"**{method}** (default)" if method == figures["default"] else method
-                cells = [f"{own['selection']:.2f}", f"{own['report']:.2f} ± {own['stderr']:.2f}"]
-                rows.append([f"{model}, {float(sparsity):.0%}, {name}", *cells, *against])
-    header = ["model, share of experts, method", "selection half", "report half ± standard error"]
-    header += ["default by this method (95 %)", "seeds won"]
+                own = perplexities(figures, model, method, sparsity)
+                row = [f"{model}, {float(sparsity):.0%}, {_titled(figures, method)}"]
+                row += [f"{own['selection']:.2f}", f"{own['report']:.2f} ± {own['stderr']:.2f}"]
+                for ours in (figures["default"], figures["of_experts"]):
+                    is_beside = method not in (ours, figures["default"])
+                    row += comparison(figures, model, ours, method, sparsity) if is_beside else ["–", "–"]
+                rows.append(row)
+    header = ["model, share removed, method", "selection half", "report half ± standard error"]
+    for ours in (figures["default"], figures["of_experts"]):
+        header += [f"{ours} by this method (95 %)", "seeds won"]
     return markdown(header, rows)
 
 
+def _titled(figures: dict[str, Any], method: str) -> str:
+    if method == figures["default"]:
+        return f"**{method}** (default)"
+    return f"{method} (default for whole experts)" if method == figures["of_experts"] else method
+
+
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the default's perplexity over each other method's, with its interval, by model, share and method."""
-    found = {}
+    """Return each perplexity, and the ratios of both defaults to the other methods, by model, share and methods."""
+    found, both = {}, (figures["default"], figures["of_experts"])
     for model in dict.fromkeys(run["model"] for run in figures["runs"]):
-        whole = losses_of(figures, model, FULL, "0", "report").perplexity
-        found[f"{model}_full".replace("-", "_")] = f"{whole:.2f}"
+        found[f"{model}_full"] = f"{losses_of(figures, model, FULL, '0', 'report').perplexity:.2f}"
         for sparsity in figures["sparsities"]:
-            own = comparison(figures, model, figures["default"], sparsity)["report"]
-            found[f"{model}_{round(100 * float(sparsity))}".replace("-", "_")] = f"{own:.2f}"
+            place = f"{model}_{round(100 * float(sparsity))}"
             for method in figures["methods"]:
-                if method != figures["default"]:
-                    value, low, high = comparison(figures, model, method, sparsity)["ratio"]
-                    key = f"{model}_{round(100 * float(sparsity))}_{method}".replace("-", "_")
-                    found[key] = f"{value:.3f} ({low:.3f} to {high:.3f})"
-    return found
+                found[f"{place}_{method}"] = f"{perplexities(figures, model, method, sparsity)['report']:.2f}"
+                for ours in both[: 1 + (method != both[0])]:
+                    if ours != method:
+                        found[f"{place}_{ours}_by_{method}"] = comparison(figures, model, ours, method, sparsity)[0]
+    return {name.replace("-", "_"): text for name, text in found.items()}
 
 
 TABLES = {"default_method": table}
@@ -204,7 +216,8 @@ def main() -> None:
         made = list(pool.map(lambda job: known.get(job) or in_process(__file__, DONE, *job, options.windows), asked))
     shares = [f"{sparsity:g}" for sparsity in SPARSITIES]
     about = {
-        "default": DEFAULT_METHODS["expert"],
+        "default": DEFAULT,
+        "of_experts": OF_EXPERTS,
         "methods": methods,
         "seeds": options.seeds,
         "sparsities": shares,

@@ -176,11 +176,17 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:
-    """Return by how many percent a random choice ends above `usage`, the least and the most over the numbers of FFNs."""
+    """Return by how many percent a random choice ends above `usage`, and the ratio of untrained models' perplexity to the
+    mixture's, the least and the most.
+    """
     done = figures["lines"]
     by_ffns = [[means(done, ffns, name, STAGES[1]) for name in ("random", "usage")] for ffns in sorted(ffns_of(done))]
     worse = [100 * (own / usage - 1) for own, usage in by_ffns if own is not None and usage is not None]
-    return {"random_low": f"{min(worse):.0f}", "random_high": f"{max(worse):.0f}"}
+    teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
+    made = [line for line in done if line["stage"] == STAGES[0] and line["select"] != "teacher"]
+    untrained = [line["perplexity"] / teacher for line in made]
+    said = {"random_low": f"{min(worse):.0f}", "random_high": f"{max(worse):.0f}"}
+    return said | {"untrained_low": f"{min(untrained):.1f}", "untrained_high": f"{max(untrained):.1f}"}
 
 
 def ffns_of(done: list[dict[str, Any]]) -> set[int]:

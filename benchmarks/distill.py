@@ -329,13 +329,21 @@ def search_table(figures: dict[str, Any]) -> str:
 
 
 def searched(figures: dict[str, Any]) -> dict[str, str]:
-    """Return by how many points `sar` with the router at the student's rate is above `all`, and with how many seeds."""
+    """Return by how many points `sar` with the router at the student's rate is above `all`, with how many seeds, and how
+    many times as far a layer's router then drifts as at the lowest rate, the least and the most over layers of a seed.
+    """
     every = {line["seed"]: line["rouge_l"] for line in figures["lines"] if line["recipe"] == "all"}
     own = {line["seed"]: line["rouge_l"] for line in figures["lines"] if line["router"] == STUDENT_RATE}
     gains = [100 * (own[seed] - every[seed]) for seed in own]
     error = statistics.stdev(gains) / len(gains) ** 0.5
     above = sum(gain > 0 for gain in gains)
-    return {"gain": f"{statistics.mean(gains):.1f}", "error": f"{error:.1f}", "above": f"{above} of {len(gains)}"}
+    drifts = {(line["router"], line["seed"]): line["router_drift_mean_per_layer"] for line in figures["lines"]}
+    lowest = min(rate for rate, _ in drifts if rate is not None)
+    seeds = [seed for rate, seed in drifts if rate == lowest]
+    further = [a / b for seed in seeds for a, b in zip(drifts[STUDENT_RATE, seed], drifts[lowest, seed], strict=True)]
+    low, high = (f"{float(f'{found:.2g}'):,.0f}" for found in (min(further), max(further)))
+    said = {"gain": f"{statistics.mean(gains):.1f}", "error": f"{error:.1f}", "above": f"{above} of {len(gains)}"}
+    return said | {"drift_low": low, "drift_high": high}
 
 
 TABLES = dict.fromkeys(("distill", "distill_k", "distill_ka"), table) | {"distill_sar": search_table}

@@ -68,7 +68,14 @@ def table(figures: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
+def in_text(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the shares on the demo model's routing by policy and slots."""
+    rows = [row for row in figures["rows"] if row["routing"] == "demo"]
+    return {f"demo_{name}_{row['slots']}": f"{rate:.1%}" for row in rows for name, rate in row["hit_rates"].items()}
+
+
 TABLES = {"expert_policies": table}
+IN_TEXT = {"expert_policies": in_text}
 
 if __name__ == "__main__":
     main()

@@ -267,7 +267,14 @@ def _median(speeds: list[float | None]) -> str:
     return f"{statistics.median(ended):.1f}" if ended else "—" if speeds else ""
 
 
+def in_text(figures: dict[str, Any]) -> dict[str, str]:
+    """Return, for the least memory, the share of the experts that it has room for, and what LRU finds there."""
+    own = list(figures["rows"].values())[-1][OWN][-1]
+    return {"least_slots": f"{own['slots'] / own['experts']:.0%}", "least_lru": f"{own['hit_rates']['lru']:.0%}"}
+
+
 TABLES = {"larger_than_memory": table}
+IN_TEXT = {"larger_than_memory": in_text}
 
 if __name__ == "__main__":
     main()

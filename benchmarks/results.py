@@ -60,7 +60,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def save(name: str, figures: Any, peers: Mapping[str, Any] | None = None) -> None:
     """Write benchmarks/results/NAME.json and print the table. `peers`: versions and build flags of programs beside ours."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    stored = record() | {"peers": dict(peers or {}), "figures": figures}
+    stored = record() | earliest([_BEGUN, *_WENT_ON]) | {"peers": dict(peers or {}), "figures": figures}
     (RESULTS / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
     print(table_of(name, json.loads(json.dumps(figures))))
 
@@ -75,13 +75,13 @@ def record() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
-    return {
-        "commit": _git("rev-parse", "--short=10", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "engine", "compress", "calibrate", "cli.py")),
-        "date": datetime.date.today().isoformat(),
-        "machine": machine,
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
-    }
+    packages = {name: version for name in PACKAGES if (version := _version(name)) is not None}
+    return _BEGUN | {"machine": machine, "packages": packages}
+
+
+def earliest(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of the code whose commit has the fewest commits before it: the oldest of them."""
+    return dict(min(states, key=lambda state: int(_git("rev-list", "--count", state["commit"]) or 0)))
 
 
 def require(*modules: str) -> None:
@@ -93,19 +93,24 @@ def require(*modules: str) -> None:
 
 
 def remembered(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of an interrupted run's file, one JSON object each, without a last line that was cut off."""
+    """Return the lines of an interrupted run's file, one JSON object each, without a last line that was cut off.
+
+    What is saved afterwards counts as measured when the earliest of them was.
+    """
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for text in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):
-            lines.append(json.loads(line))
+            line = json.loads(text)
+            _WENT_ON.extend([state] if (state := line.pop(_STATE, None)) else [])
+            lines.append(line)
     return lines
 
 
 def remember(path: Path, line: dict[str, Any]) -> None:
-    """Append a line to that file."""
+    """Append a line to that file, with the state of the code that it was measured with."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(line | {_STATE: _BEGUN}) + "\n")
 
 
 def times(ratio: float, new: Sequence[float] = (), old: Sequence[float] = ()) -> str:
@@ -321,6 +326,23 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor()
+
+
+def _state() -> dict[str, Any]:
+    """Return the commit of the code as it is now, whether it was changed since, and the date."""
+    return {
+        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "engine", "compress", "calibrate", "cli.py")),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+_STATE = "measured_with"
+"""Key of the state of the code in a line of an interrupted run."""
+_BEGUN = _state()
+"""The state when this benchmark began: code that changes while it runs is not what it measures."""
+_WENT_ON = list[dict[str, Any]]()
+"""The states of the lines that this benchmark goes on from."""
 
 
 if __name__ == "__main__":

@@ -13,20 +13,19 @@ Candidates are measured on text that is neither calibrated on nor held out for t
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
-
 from calibrate.batches import training_text
 from compress.fitting.candidate import Candidate, Choice, choice_of
 from compress.fitting.choices import check_possible
-from compress.fitting.costs import READ, Corrections, Factors, Option, least_bytes, least_read
-from compress.fitting.measured import Measuring, corrections_of
-from compress.fitting.sizes import Sizes
+from compress.fitting.costs import READ, Corrections, Factors, Option, Table, least_bytes, least_read
+from compress.fitting.measured import Measuring, corrections_of, weight_file_bytes
+from compress.fitting.sizes import START_BYTES, Sizes
 from compress.fitting.statistics import FitRun, memory_demand, table_of, unit_costs
 from compress.methods.inputs import Prunable
 from compress.options.fit import FitOptions
@@ -47,7 +46,9 @@ from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.errors import OptionError
 from engine.families.tensor_names import ffn_parts
+from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES
 from engine.kernels.stored.scheme import PLAIN_BITS, Scheme
+from engine.passes.memory_budget import free_memory_bytes
 from engine.passes.memory_need import budget_for
 from engine.progress import Progress, no_progress
 
@@ -106,7 +107,7 @@ def prepare_fitting(options: FitOptions) -> Prunable:
 def _check_possible(options: FitOptions, checkpoint: Checkpoint, multiple: int, least: int, size: int | None) -> None:
     """Raise OptionError for targets that no choice reaches. Costs play no part in that: it is known before any pass."""
     sizes, units = Sizes(checkpoint, options.group_size), multiple if options.removes else None
-    if size is not None:
+    if size is not None and not (PLAIN_BITS in options.bits and stored_bytes(checkpoint) <= size):
         check_possible(least_bytes(sizes, options.bits, multiple=units, least_experts=least), size, "bytes")
     if options.target_active is not None:
         found = least_read(sizes, options.bits, multiple=units, least_experts=least)
@@ -140,13 +141,15 @@ def _make(run: FitRun) -> Made:
     _check_possible(run.options, checkpoint, budget.unit_multiple, budget.min_experts, size)
     scores = unit_costs(run)
     table = table_of(run, scores)
-    table.chosen(size, read)  # an impossible combination ends the run here
+    unchanged = _unchanged(table, checkpoint, size, read)
+    if unchanged is None:
+        table.chosen(size, read)  # an impossible combination ends the run here
     measuring = Measuring(run, table)
     found, seen = list[tuple[dict[str, Any], Candidate]](), list[list[Option]]()
     corrections: Corrections = dict.fromkeys({item.layer for item in table.items}, FIRST_FACTORS)
     for own in (table.without_removal(), table, table):
         try:
-            options = own.chosen(size, read, corrections)
+            options = unchanged or own.chosen(size, read, corrections)
         except OptionError:  # widths alone do not reach the target
             continue
         if options in seen:
@@ -178,6 +181,24 @@ def _make(run: FitRun) -> Made:
     )
 
 
+def _unchanged(table: Table, checkpoint: Checkpoint, size: int | None, read: int | None) -> list[Option] | None:
+    """Return the choice of the model as it is if that keeps the targets; None if it does not.
+
+    Packed floats count with the bytes that they have in the model's files, which any other choice widens to 16 bits.
+    """
+    options = table.unchanged()
+    if options is None or (size is not None and stored_bytes(checkpoint) > size):
+        return None
+    return options if read is None or table.read_bytes(options) <= read else None
+
+
+def stored_bytes(checkpoint: Checkpoint) -> float:
+    """Return the most bytes of the weight files of a copy of a model; infinity for a GGUF file, which no result is."""
+    if checkpoint.gguf is not None:
+        return math.inf
+    return weight_file_bytes(checkpoint.directory) + START_BYTES * (1 + checkpoint.bytes // DEFAULT_SHARD_BYTES)
+
+
 def _frontier(directory: Path, options: FitOptions, points: Sequence[FrontierPoint], size: int | None) -> Picture:
     """Draw the choices that a run predicted and measured."""
     carried_out = [(point["bytes"], kl) for point in points if (kl := point["measured_kl"]) is not None]
@@ -188,13 +209,13 @@ def _frontier(directory: Path, options: FitOptions, points: Sequence[FrontierPoi
 def target_size(run: FitRun) -> int | None:
     """Return the most bytes of the result's weights; None for no limit.
 
-    Raises OptionError where this machine's free memory does not hold the KV cache.
+    Raises OptionError where the free memory does not hold the KV cache.
     """
     if run.options.fit_to is None:
         return run.options.target_size
     config, dtype = run.prepared.checkpoint.config, run.prepared.checkpoint.model_dtype
     cache = config.max_positions * position_bytes(config, dtype) + state_bytes(config, dtype)
-    free = int(run.work.once("free-memory", lambda: psutil.virtual_memory().available))
+    free = int(run.work.once("free-memory", free_memory_bytes))
     if free - cache - ENGINE_BYTES <= 0:
         raise OptionError(
             f"{free / 1e9:.1f}GB of memory are free, and the KV cache of {config.max_positions} positions needs "

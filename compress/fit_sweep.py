@@ -43,8 +43,7 @@ def fit_sweep(
 ) -> SweepFigures | None:
     """Execute all runs of `cells`, then compare; return {"runs": figures of each, "rows": the comparison, …}.
 
-    The options of every run are checked before the first one begins; a size that is not possible is known once the
-    statistics are there.
+    The options and the size of every run are checked before the first one begins.
     """
     with claiming(runs[0].output.parent):
         started = time.monotonic()

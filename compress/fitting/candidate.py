@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -70,7 +70,10 @@ def choice_of(
                 bits[name] = option.down if part == DOWN else option.readers
     plan = units_plan(kept, config.ffn_widths(), config.common_widths)
     rounded = {name: own for name, own in bits.items() if own != PLAIN_BITS}
-    return Choice(plan, rounded, frozenset(chain.from_iterable(kinds)), plan != same_plan(config.experts_by_layer))
+    removes = plan != same_plan(config.experts_by_layer)
+    if removes or rounded:
+        plan = replace(plan, prediction=None)  # Sizes leaves layers for multi-token prediction out
+    return Choice(plan, rounded, frozenset(chain.from_iterable(kinds)), removes)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ Shape suffixes: I items, G groups of items, O options, F expert width, B widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from compress.fitting.choices import Limit, choose
 from compress.fitting.rounding_costs import DOWN, PARTS, READERS
 from compress.fitting.sizes import Sizes, kept_levels
 from compress.rounding.mixed_widths import kinds_of_others
+from engine.errors import OptionError
 from engine.kernels.stored.scheme import PLAIN_BITS
 
 MOST_LEVELS = 16
@@ -38,8 +39,10 @@ OTHERS = -1
 """Stands for the layer of the other matrices."""
 READ = "bytes read for a token"
 """Words for the second limited quantity."""
-LOWERED = 0.999
-"""Largest factor by which its limit is lowered at a time."""
+LOWERED_TIMES = 16
+"""Most times that its limit is halved in an interval."""
+NEAR = 0.002
+"""Share of a limit of what is read that a choice may leave over."""
 
 
 class Option(NamedTuple):
@@ -91,6 +94,8 @@ class Item:
     """Bytes that a token reads, on average, by option. Tokens of an expert that goes read others, at least as many."""
     share: float = 1.0
     """Share of the tokens that choose the expert; 1 for other matrices."""
+    rows: int = 0
+    """Bytes of the expert's rows of the router: they count in `bytes` and `read`, and every token reads them."""
 
     def keeping_all(self) -> Item:
         """Return the item with the options that have the most hidden units."""
@@ -98,7 +103,7 @@ class Item:
         places = [place for place, option in enumerate(self.options) if option.units == most]
         columns = (self.options, self.removal, self.rounding, self.bytes, self.read)
         kept = ([column[place] for place in places] for column in columns)
-        return Item(self.layer, self.number, *kept, self.share)  # type: ignore[call-arg,arg-type]
+        return Item(self.layer, self.number, *kept, self.share, self.rows)  # type: ignore[call-arg,arg-type]
 
 
 @dataclass(frozen=True)
@@ -120,9 +125,37 @@ class Table:
     def chosen(self, size: float | None, read: float | None, corrections: Corrections = NOT_CORRECTED) -> list[Option]:
         """Return the option of each item within the limits, in bytes. Raises OptionError for an impossible limit.
 
-        The limit of what is read is lowered until the choice keeps it with the tokens of experts that go counted where they
-        go to (`read_bytes`), which the sums over items leave out.
+        Sums over items leave out where the tokens of experts that go are read instead (`read_bytes`). A choice that reads
+        too much with them is made anew with lower limits of the sum, by bisection, and of those that keep the limit the one
+        with the highest limit is taken: of all options or, where none keeps it, of those that remove nothing.
         """
+        options = self._chosen(size, read, corrections)
+        if read is None or self.read_bytes(options) <= read:
+            return options
+        found, low, high = None, self._least_read(), read
+        for _ in range(LOWERED_TIMES):
+            middle = (low + high) / 2
+            try:
+                options = self._chosen(size, middle, corrections)
+            except OptionError:  # the limit of the size leaves no choice that reads so little
+                low = middle
+                continue
+            if (reads := self.read_bytes(options)) <= read:
+                found, low = options, middle
+            else:
+                high = middle
+            if found is not None and reads >= (1 - NEAR) * read and reads <= read:
+                return found
+        if found is None:
+            found = self.without_removal()._chosen(size, read, corrections)  # here the sums leave nothing out
+        return found
+
+    def _least_read(self) -> float:
+        """Return the smallest sum over the items of bytes that a token reads."""
+        return sum(min(item.read) for item in self.items)
+
+    def _chosen(self, size: float | None, read: float | None, corrections: Corrections) -> list[Option]:
+        """Return the option of each item within limits of sums over the items."""
         groups_I = self._groups
 
         def summed(values_IO: Tensor) -> Tensor:
@@ -134,12 +167,8 @@ class Table:
             limits.append(Limit(summed(_padded([item.bytes for item in self.items], 0.0)), size, "bytes"))
         if read is not None:
             limits.append(Limit(summed(_padded([item.read for item in self.items], 0.0)), read, READ))
-        while True:
-            choice_G = choose(costs_GO, limits).tolist()
-            options = [item.options[choice_G[group]] for item, group in zip(self.items, groups_I.tolist(), strict=True)]
-            if read is None or (found := self.read_bytes(options)) <= read:
-                return options
-            limits[-1] = replace(limits[-1], most=limits[-1].most * min(read / found, LOWERED))
+        choice_G = choose(costs_GO, limits).tolist()
+        return [item.options[choice_G[group]] for item, group in zip(self.items, groups_I.tolist(), strict=True)]
 
     @property
     def _groups(self) -> Tensor:
@@ -151,6 +180,11 @@ class Table:
     def without_removal(self) -> Table:
         """Return a table of the options that keep all hidden units."""
         return Table([item.keeping_all() for item in self.items], self.by_layer)
+
+    def unchanged(self) -> list[Option] | None:
+        """Return the choice of the model as it is; None where matrices may not stay as they are."""
+        whole = [Option(max(own.units for own in item.options)) for item in self.items]
+        return whole if all(own in item.options for item, own in zip(self.items, whole, strict=True)) else None
 
     def predicted(self, options: Sequence[Option]) -> dict[int, Divergence]:
         """Return the predicted divergences of removing hidden units and of rounding, by layer, without corrections."""
@@ -179,12 +213,15 @@ class Table:
         A token reads as many experts of a layer as before, or all that stay. Those that chose an expert that goes are
         taken to choose the others in proportion to their shares.
         """
-        found, layers = 0.0, dict[int, list[tuple[float, float, int]]]()
+        found, layers = 0.0, dict[int, list[_Reading]]()
         for item, place in self._places(options):
             if item.layer == OTHERS:
                 found += item.read[place]
-            else:
-                layers.setdefault(item.layer, []).append((item.share, item.read[place], item.bytes[place]))
+                continue
+            staying = bool(item.bytes[place])
+            found += staying * item.rows
+            own = item.bytes[place] - item.rows, item.read[place] - item.rows
+            layers.setdefault(item.layer, []).append(_Reading(item.share, *own) if staying else _Reading(item.share, 0, 0.0))
         return found + sum(map(_read_of_layer, layers.values()))
 
     def _places(self, options: Sequence[Option]) -> Iterator[tuple[Item, int]]:
@@ -193,16 +230,24 @@ class Table:
             yield item, item.options.index(option)
 
 
-def _read_of_layer(experts: Sequence[tuple[float, float, int]]) -> float:
-    """Return the bytes that a token reads of a layer's experts.
+class _Reading(NamedTuple):
+    """What is read of an expert, without its rows of the router."""
 
-    experts: the share of the tokens, bytes that a token reads on average, and bytes in files, 0 for one that goes.
-    """
-    staying = [own for own in experts if own[-1]]
-    chosen, known = (sum(share for share, *_ in own) for own in (experts, staying))
+    share: float
+    """Share of the tokens that chose it."""
+    bytes: int
+    """Bytes of one that stays; 0 for one that goes."""
+    read: float
+    """Bytes that a token reads on average, while the others stay too."""
+
+
+def _read_of_layer(experts: Sequence[_Reading]) -> float:
+    """Return the bytes that a token reads of a layer's experts, without the router."""
+    staying = [own for own in experts if own.bytes]
+    chosen, known = (sum(each.share for each in own) for own in (experts, staying))
     if not known:  # no token of the text chose any that stays
-        return chosen * sum(size for *_, size in staying) / max(len(staying), 1)
-    return min(chosen, len(staying)) / known * sum(read for _, read, _ in staying)
+        return chosen * sum(own.bytes for own in staying) / max(len(staying), 1)
+    return min(chosen, len(staying)) / known * sum(own.read for own in staying)
 
 
 def _padded(rows: Sequence[Sequence[float]], value: float) -> Tensor:
@@ -263,8 +308,10 @@ def least_bytes(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, leas
     config = sizes.checkpoint.config
     kinds = kinds_of_others(config)
     found = sizes.never_rounded() + sum(min(sizes.others(kind, own) for own in bits) for kind in kinds)
-    every = _smallest_experts(sizes, bits, multiple).values()
-    return found + sum(sum(experts[: least_experts if multiple is not None else None]) for experts in every)
+    for layer, experts in _smallest_experts(sizes, bits, multiple).items():
+        staying = least_experts if multiple is not None else len(experts)
+        found += sum(experts[:staying]) + staying * sizes.rows(layer)
+    return found
 
 
 def least_read(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, least_experts: int) -> float:
@@ -275,12 +322,13 @@ def least_read(sizes: Sizes, bits: Sequence[int], *, multiple: int | None, least
     for layer, experts in _smallest_experts(sizes, bits, multiple).items():
         moe = config.layers[layer].moe
         assert moe is not None
-        found += sum(experts[: min(moe.experts_per_token, least_experts if multiple is not None else len(experts))])
+        staying = least_experts if multiple is not None else len(experts)
+        found += sum(experts[: min(moe.experts_per_token, staying)]) + staying * sizes.rows(layer)
     return found
 
 
 def _smallest_experts(sizes: Sizes, bits: Sequence[int], multiple: int | None) -> dict[int, list[int]]:
-    """Return the least bytes of each expert that stays, ascending, by layer."""
+    """Return the least bytes of each expert that stays, without its rows of the router, ascending, by layer."""
     found = {}
     for layer, widths in sizes.checkpoint.config.ffn_widths().items():
         units = [width if multiple is None else kept_levels(width, multiple, MOST_LEVELS)[-1] for width in widths]
@@ -313,16 +361,17 @@ def _expert(
         for bits in product(rounding[READERS], rounding[DOWN])
     ]
     options += [Option(0)] * may_go
-    size = [sizes.expert(layer, number, *option) for option in options]
+    rows, size = sizes.rows(layer), [sizes.expert(layer, number, *option) for option in options]
     read = [sizes.read.expert(layer, number, *option) for option in options]
     least = min(own for own in read if own)
     return Item(
         *(layer, number, options),
         [lost_F[len(score_F) - option.units] for option in options],
         [_rounding_cost(option, rounding) for option in options],
-        size,
-        [share * (own or least) for own in read],
+        [own + rows if own else 0 for own in size],
+        [share * own + rows if own else share * least for own in read],
         share,
+        rows,
     )
 
 

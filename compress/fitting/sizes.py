@@ -9,8 +9,6 @@ from functools import cached_property
 import torch
 
 from compress.options.quantize import EMBEDDING
-from compress.plans.plan import same_plan
-from compress.plans.prediction_layers import kept_prediction
 from compress.rounding.mixed_widths import kinds_of_others
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import layout_of
@@ -28,7 +26,8 @@ START_BYTES = 64 + PAGE_BYTES
 class Sizes:
     """Bytes of the tensors of a model's result, with their entries in the headers of safetensors files.
 
-    Entries are counted as long as they can be, so that a result is never larger.
+    Entries are counted as long as they can be, so that a result is never larger. Layers for multi-token prediction do not
+    count: no result but the unchanged model has them.
     """
 
     checkpoint: Checkpoint
@@ -55,7 +54,7 @@ class Sizes:
         return sum(self.tensor(part, *own) for part, own in parts.items())
 
     def expert(self, layer: int, number: int, units: int, readers: int, down: int) -> int:
-        """Return the bytes of an expert with so many hidden units, and of its rows of the router; 0 without units.
+        """Return the bytes of an expert with so many hidden units, without its rows of the router; 0 without units.
 
         readers, down: bits of the matrices that read the layer's input, and of the down projection.
         """
@@ -71,15 +70,17 @@ class Sizes:
                 found += self.matrix(name, (shape[0], units), down)
             else:
                 found += self.matrix(name, (units, shape[1]), readers)
-        rows = expert_rows(config, layer)
-        return found + sum(math.prod(shape) * self._dtype(name).itemsize // shape[0] for name, shape in rows.items())
+        return found
+
+    def rows(self, layer: int) -> int:
+        """Return the bytes of the rows of the router that one expert of a layer has. Every token reads them."""
+        every = expert_rows(self.checkpoint.config, layer)
+        return sum(math.prod(shape) * self._dtype(name).itemsize // shape[0] for name, shape in every.items())
 
     def others(self, kind: str, bits: int) -> int:
         """Return the bytes of the other matrices of a kind, with so many bits."""
         shapes = expected_tensors(self.checkpoint.config)
-        found = sum(self.matrix(name, shapes[name], bits) for name in self._kinds[kind])
-        is_first = kind == next(iter(self._kinds))  # layers for multi-token prediction stay where no matrix is rounded
-        return found + self._prediction_bytes if is_first and bits == PLAIN_BITS else found
+        return sum(self.matrix(name, shapes[name], bits) for name in self._kinds[kind])
 
     def read_of_others(self, kind: str, bits: int) -> float:
         """Return the bytes of these that a token reads: of an embedding that is not the head too, one row."""
@@ -107,11 +108,6 @@ class Sizes:
     @cached_property
     def _kinds(self) -> dict[str, list[str]]:
         return kinds_of_others(self.checkpoint.config)
-
-    @cached_property
-    def _prediction_bytes(self) -> int:
-        whole = kept_prediction(same_plan(self.checkpoint.config.experts_by_layer), self.checkpoint)
-        return sum(self.tensor(name, own.dtype, own.shape) for name, own in whole.items())
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.dtype(name) if name in self.checkpoint.shapes else self.checkpoint.model_dtype

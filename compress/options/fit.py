@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from calibrate.options import CalibrationOptions
 from compress.options.job import OUTPUT, JobOptions
@@ -46,7 +47,8 @@ class FitOptions(JobOptions):
         group=TARGET,
         choices=(AUTO,),
         unset="no limit",
-        help="auto: as large as this machine's free main memory allows, beside the KV cache of one full context.",
+        help="auto: as large as the main memory that is free on this machine, or in this container, allows beside the KV "
+        "cache of one full context.",
     )
     bits: tuple[int, ...] = option(
         (PLAIN_BITS, *BITS),
@@ -61,7 +63,7 @@ class FitOptions(JobOptions):
         False,
         group=ROUND,
         help="All experts of a layer get the same widths, and nothing is removed: `compress export --format gguf --type "
-        "stored` writes such a result as it is.",
+        "stored` writes such a result in the types of its bits.",
     )
     remove_units: bool = option(
         True, group=REMOVE, off="no-remove", help="Also remove hidden units of experts, and experts that lose all of them."
@@ -81,6 +83,10 @@ class FitOptions(JobOptions):
     refit: RefitOptions = part(RefitOptions)
     calibration: CalibrationOptions = part(CalibrationOptions, windows=left_out(), samples=changed(128))
     statistics: Path | None = unlisted(JobOptions, "statistics")
+
+    def deciding(self) -> dict[str, Any]:
+        """Return the options that decide the result. Parts of a choice are measured where no limit of memory is set."""
+        return super().deciding() | {"has_memory_limit": self.memory_limit is not None}
 
     def check(self) -> None:
         """Raise OptionError without a target, for two sizes, and for widths that do not exist."""

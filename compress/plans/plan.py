@@ -88,8 +88,9 @@ class Plan:
     common: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Hidden units that stay of the FFN that every token uses (DecoderConfig.common_widths), ascending, by decoder layer
     index; a layer that is not named keeps all."""
-    prediction: tuple[int, ...] = ()
-    """Experts that the first layer for multi-token prediction keeps, ascending; empty for those of the last MoE layer."""
+    prediction: tuple[int, ...] | None = ()
+    """Experts that the first layer for multi-token prediction keeps, ascending; empty for those of the last MoE layer, and
+    None for a result without such layers."""
 
     @property
     def experts_per_layer(self) -> tuple[int, ...]:
@@ -266,7 +267,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             if plan.common
             else {}
         ),
-        **({"prediction": _in_one_line(plan.prediction)} if plan.prediction else {}),
+        **({"prediction": plan.prediction and _in_one_line(plan.prediction)} if plan.prediction != () else {}),
     }
 
 
@@ -324,7 +325,7 @@ def plan_from_json(values: Any) -> Plan:
         except (TypeError, ValueError) as error:
             raise PlanError(f"plan, common FFN of layer {shown(name)}: {error}") from error
     try:
-        prediction = _units(values.get("prediction")) or ()
+        prediction = _units(values.get("prediction", ()))
     except (TypeError, ValueError) as error:
         raise PlanError(f"plan, prediction: {error}; expected numbers of experts") from error
     return Plan(layers, values.get("kind", "moe"), common, prediction)

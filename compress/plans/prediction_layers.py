@@ -74,6 +74,8 @@ def kept_prediction(plan: Plan, checkpoint: Checkpoint) -> dict[str, PredictionT
     config, there = checkpoint.config, checkpoint.prediction_tensors
     if not there or plan.kind != "moe" or plan.common or not plan.layers or checkpoint.schemes_used:
         return {}
+    if plan.prediction is None:
+        return {}
     for layer, experts in plan.layers.items():
         moe = config.layers[layer].moe
         if moe is None or {expert_width(expert, moe) for expert in experts} != set(moe.widths):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from engine.passes import heap
 
 if TYPE_CHECKING:
     import psutil
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,32 @@ UNLIMITED = MemoryBudget()
 def resident_memory_bytes() -> int:
     """Return the resident memory of this process, including memory-mapped weights."""
     return int(_process().memory_info().rss)
+
+
+def free_memory_bytes(groups: Path = CONTROL_GROUPS) -> int:
+    """Return the main memory that is free for this process: of the machine, and within the limit of a container.
+
+    groups: where the system shows control groups (version 2).
+    """
+    import psutil  # here: only what measures memory needs it
+
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no control groups, or of version 1
+        (own,) = (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        place = groups / own.strip("/")
+        chain = (group for group in (place, *place.parents) if group.is_relative_to(groups))
+        free = min([free, *(left for group in chain if (left := _left_in(group)) is not None)])
+    return free
+
+
+def _left_in(group: Path) -> int | None:
+    """Return the memory that the limit of a control group leaves; None for a group without a limit."""
+    limit = group / "memory.max"
+    if not limit.exists() or (most := limit.read_text().strip()) == "max":
+        return None
+    kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / "memory.current").read_text()) - int(kept.get("inactive_file", 0))  # pages that can be given back
+    return max(int(most) - used, 0)
 
 
 @cache

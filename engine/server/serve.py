@@ -37,6 +37,7 @@ from engine.batching.disk_cache import DiskCache
 from engine.batching.drafting import cache_sizes
 from engine.batching.loop import PREFILL_CHUNK, EngineLoop
 from engine.expert_cache.attach import MOST_TOKENS
+from engine.passes.memory_budget import free_memory_bytes
 from engine.server.connections.log_budget import limited_logging
 from engine.server.model_memory import cache_bytes, left_for_cache, needed_bytes
 from engine.server.model_names import check_local, model_names
@@ -175,10 +176,8 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions, limit: int | N
 
     limit: maximum bytes of the model with its weights.
     """
-    import psutil  # here: only what measures memory needs it
-
     on_gpu = engine.device.type == "cuda"
-    free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else free_memory_bytes()
     if engine.expert_cache is not None:
         free = min(free, engine.expert_cache.spare_bytes)
     if limit is not None:

@@ -29,9 +29,9 @@ KEPT = ("norm", "embed", "lm_head", "gate.weight", "router", "sinks", "bias")
 """Parts of names of tensors that stay as they are."""
 
 
-def save_half(family: str, path: Path) -> dict[str, Tensor]:
+def save_half(family: str, path: Path, **sizes: Any) -> dict[str, Tensor]:
     """Save a tiny model in bfloat16 and return its tensors."""
-    save_reference(family, path, **SIZES[family])
+    save_reference(family, path, **SIZES[family] | sizes)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / "model.safetensors").items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return tensors
@@ -53,11 +53,16 @@ def scaled(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def save_float8(
-    family: str, path: Path, block: tuple[int, int] | None = (128, 128), scales: str = "blocks", suffix: str = "_scale_inv"
+    family: str,
+    path: Path,
+    block: tuple[int, int] | None = (128, 128),
+    scales: str = "blocks",
+    suffix: str = "_scale_inv",
+    **sizes: Any,
 ) -> None:
     """Save a tiny model in FP8. scales: `blocks`, `powers` (blocks, UE8M0), `rows`, or `tensors` (one number each)."""
     stored: dict[str, Tensor] = {}
-    for name, tensor in save_half(family, path).items():
+    for name, tensor in save_half(family, path, **sizes).items():
         if any(part in name for part in KEPT):
             stored[name] = tensor
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from artifacts_for_tests import make_workplace
 from conftest import others_slow, save_reference
 from family_matrix import ROWS
+from safetensors.torch import load_file
+from test_prediction_layers import with_prediction_layer
 from test_quantized_weight import DIVISIBLE
 
-from compress.fitting.candidate import choice_of, rounding_of
-from compress.fitting.costs import OTHERS, Divergence, Factors, Item, Option, Table, table
+from compress.fit import stored_bytes
+from compress.fitting.candidate import Choice, choice_of, rounding_of
+from compress.fitting.costs import OTHERS, Divergence, Factors, Item, Option, Table, least_read, table
 from compress.fitting.divergence import Reference
 from compress.fitting.measured import bands, corrections_of, weight_file_bytes
 from compress.fitting.rounding_costs import DOWN, READERS, rounding_costs
@@ -190,8 +194,9 @@ def table_for(
     *,
     group_size: int = 32,
     bits: tuple[int, ...] = tuple(sorted(BITS, reverse=True)),
+    costs_of_units: float = 1.0,
 ) -> tuple[Table, dict[int, list[torch.Tensor]]]:
-    scores = scores_of(checkpoint)
+    scores = {layer: [costs_of_units * score for score in own] for layer, own in scores_of(checkpoint).items()}
     generator = torch.Generator().manual_seed(1)
     rounding = {
         layer: {part: torch.rand(len(own), len(bits), generator=generator).double().cumsum(1) for part in (READERS, DOWN)}
@@ -245,6 +250,42 @@ def test_sizes_of_every_family(family: str, tmp_path: Path) -> None:
     assert choice.removes and choice.bits
     small = Checkpoint(tmp_path / "small")
     assert decoder_of(small)(TOKENS).isfinite().all()
+
+
+def written(choice: Choice, source: Checkpoint, path: Path) -> dict[str, torch.Tensor]:
+    """Write a choice and return its tensors."""
+    apply(choice.plan, source, path, quantiser=Quantiser(rounding_of(choice, 8)) if choice.bits else None)
+    return load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("bits", [(), (8, 4)])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_the_unchanged_model_alone_has_layers_for_prediction(family: str, bits: tuple[int, ...], tmp_path: Path) -> None:
+    """They count in no other choice, and no result has them: not one with equally many experts everywhere either."""
+    source, _, prefix = with_prediction_layer(family, tmp_path / "source", **FILLED.get(family, {}))
+    made, scores = table_for(source, 8, source.config.architecture.least_experts, group_size=8, bits=bits)
+    whole = made.unchanged()
+    assert whole is not None
+    same = written(choice_of(made.items, whole, scores, source.config), source, tmp_path / "whole")
+    assert same.keys() == load_file(tmp_path / "source" / "model.safetensors").keys()
+    assert weight_file_bytes(tmp_path / "whole") <= stored_bytes(source)
+    pairs = zip(made.items, whole, strict=True)
+    equal = [Option(0) if item.layer != OTHERS and item.number == 0 else own for item, own in pairs]
+    for name, options in (("equal", equal), ("ragged", made.chosen(0.8 * made.total_bytes(whole), None))):
+        stored = written(choice_of(made.items, options, scores, source.config), source, tmp_path / name)
+        size, counted = weight_file_bytes(tmp_path / name), made.total_bytes(options)
+        assert counted - 12 * len(stored) - PAGE_BYTES - 192 < size <= counted, name
+        assert not [own for own in stored if own.startswith(prefix)]
+
+
+@pytest.mark.parametrize("share", [1.0, 1.0005, 1.01, 1.05, 1.2, 1.5, 1.8])
+def test_what_a_token_reads_is_reached_from_the_least_on(checkpoint: Checkpoint, share: float) -> None:
+    """Experts that are cheap to remove leave, and their tokens read others: the sums over items know nothing of that."""
+    made, _ = table_for(checkpoint, costs_of_units=1e-3)
+    least = least_read(Sizes(checkpoint, 32), (16, *sorted(BITS)), multiple=32, least_experts=2)
+    target = share * least
+    read = made.read_bytes(made.chosen(None, target))
+    assert read <= target and (read >= 0.97 * target or share < 1.2)
 
 
 def test_levels_by_hand() -> None:
@@ -340,6 +381,10 @@ def test_bytes_that_a_token_reads_by_hand() -> None:
     assert made.read_bytes([Option(0), Option(0), Option(1), rest]) == pytest.approx(107)
     with pytest.raises(OptionError, match="the least that is possible is 207"):
         made.chosen(None, 150)
+    rows = [replace(item, bytes=[104, 0], read=[item.read[0] + 4, item.read[0]], rows=4) for item in items[:3]]
+    with_router = Table([*rows, items[3]])  # every token reads the rows of all that stay
+    assert with_router.read_bytes([Option(1), Option(1), Option(1), rest]) == pytest.approx(219)
+    assert with_router.read_bytes([Option(1), Option(0), Option(1), rest]) == pytest.approx(215)
 
 
 def test_experts_of_a_layer_get_one_option_if_asked() -> None:

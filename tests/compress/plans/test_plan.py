@@ -59,8 +59,10 @@ def test_a_permutation_is_one_line_and_a_list_is_read_too() -> None:
         MERGING,
         concatenation_plan({0: [(1, 0.5), (3, 0.25), (SHARED_EXPERT, 0.7)]}),
         Plan({0: (narrowed_expert(2, [0, 2]), narrowed_expert(3, range(3)))}),
+        Plan(pruning_plan({0: [0, 1]}).layers, prediction=(1, 3)),
+        Plan(pruning_plan({0: [0, 1]}).layers, prediction=None),
     ],
-    ids=["pruning", "merging", "dense", "units"],
+    ids=["pruning", "merging", "dense", "units", "with prediction", "without prediction"],
 )
 def test_every_kind_survives_json_and_fits_its_model(plan: Plan) -> None:
     again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
