@@ -231,7 +231,7 @@ class Table:
 
 
 class _Reading(NamedTuple):
-    """What is read of an expert, without its rows of the router."""
+    """Reads of an expert, without its rows of the router."""
 
     share: float
     """Share of the tokens that chose it."""
