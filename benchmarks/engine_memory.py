@@ -1,18 +1,17 @@
 """Memory of the engine after loading and 64 tokens and while it reads long prompts, and the effect of small KV caches.
 
-python benchmarks/engine_memory.py [--directory DIR] [--layers 16] [--sequences 64]
+python benchmarks/engine_memory.py [--directory DIR] [--layers 16] [--sequences 256]
 
 Each figure is reported by the operating system for a process that does nothing else, on a random mixture of 1.5 B parameters
 in bfloat16 (3 GB), whose weights are memory-mapped. "Extra" is the peak of resident memory during a prompt, minus the
 resident memory before the prompt and minus the KV cache. A short prompt makes the weights resident first. Perplexity is the
-demo model's on text of the Python standard library, read through the cache, with all else equal.
+demo model's on the half of the held-out documents that is for reports, read through the cache, with all else equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,8 @@ import torch.nn.functional as F
 from random_model import shape, write_random_model
 from results import markdown, save
 
-from calibrate.text import token_batches
+from calibrate.windows import text_windows
+from compress.run.losses import Losses
 from engine.decoder.kv_cache import position_bytes
 from engine.decoder.model import Decoder
 from engine.generation.generate import Engine
@@ -62,20 +62,33 @@ def generate(model: str) -> dict[str, Any]:
 
 @torch.inference_mode()
 def perplexity(model: str, kv_cache_dtype: str, sequences: str) -> dict[str, Any]:
-    """Return the perplexity of text that is read through a cache of this dtype."""
+    """Return the losses of windows of text that are read through a cache of this dtype."""
     engine = Engine.open(model, kv_cache_dtype=kv_cache_dtype)
     assert isinstance(engine.decoder, Decoder)
-    tokens_SL = token_batches(
-        "stdlib", engine.tokenizer, samples=int(sequences), sequence_length=SEQUENCE_LENGTH, seed=0, split="held-out"
-    )
-    total = 0.0
-    for tokens_1L in tokens_SL.split(1):
+    text = {"samples": int(sequences), "sequence_length": SEQUENCE_LENGTH, "seed": 0, "split": "report"}
+    windows, losses = text_windows("stdlib", engine.tokenizer, **text), list[float]()
+    for tokens_1L in windows.tokens_SL.split(1):
         cache = engine.new_cache(1, SEQUENCE_LENGTH)
         logits_LV = engine.decoder(tokens_1L, None, cache)[0, :-1].float()
-        total += float(F.cross_entropy(logits_LV, tokens_1L[0, 1:], reduction="sum"))
+        losses.append(float(F.cross_entropy(logits_LV, tokens_1L[0, 1:], reduction="sum")))
     bytes_each = position_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
-    value = math.exp(total / (len(tokens_SL) * (SEQUENCE_LENGTH - 1)))
-    return {"dtype": kv_cache_dtype, "perplexity": value, "position_bytes": bytes_each}
+    documents = windows.documents_S.tolist()
+    return {"dtype": kv_cache_dtype, "position_bytes": bytes_each, "losses": losses, "documents": documents}
+
+
+def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with perplexities, their errors and their ratios to the first, in place of the losses."""
+    documents_S = torch.tensor(rows[0]["documents"])
+    found = [Losses(torch.tensor(row["losses"], dtype=torch.float64), SEQUENCE_LENGTH - 1) for row in rows]
+    return [
+        {
+            **{name: row[name] for name in ("dtype", "position_bytes")},
+            "perplexity": losses.perplexity,
+            "stderr": losses.standard_error(documents_S),
+            "ratio": list(losses.ratio_to(found[0], documents_S)),
+        }
+        for row, losses in zip(rows, found, strict=True)
+    ]
 
 
 PARTS = {part.__name__: part for part in (prompt, generate, perplexity)}
@@ -117,10 +130,15 @@ def caches_table(figures: dict[str, Any]) -> str:
     """Return bytes per token and perplexity by the dtype of the KV cache."""
     names = {"auto": "bfloat16 (auto)"}
     rows = [
-        [names.get(each["dtype"], each["dtype"]), f"{each['position_bytes']:,}", f"{each['perplexity']:.4f}"]
+        [
+            *(names.get(each["dtype"], each["dtype"]), f"{each['position_bytes']:,}"),
+            f"{each['perplexity']:.4f} ± {each['stderr']:.2f}",
+            "–" if each is figures["rows"][0] else "{:.5f} ({:.5f} to {:.5f})".format(*each["ratio"]),
+        ]
         for each in figures["rows"]
     ]
-    return markdown(["KV cache", "bytes per token", "perplexity"], rows)
+    about = f"{figures['sequences']} × {figures['length']} tokens of held-out documents; errors are over documents.\n\n"
+    return about + markdown(["KV cache", "bytes per token", "perplexity", "ratio to the first (95 %)"], rows)
 
 
 TABLES = {"long_prompts": prompts_table, "resident_memory": resident_table, "kv_cache": caches_table}
@@ -130,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, help="where the model is made, and found again")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--sequences", type=int, default=64, help="sequences of 512 tokens for the perplexities")
+    parser.add_argument("--sequences", type=int, default=256, help="sequences of 512 tokens for the perplexities")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
@@ -146,7 +164,7 @@ def main() -> None:
         save("long_prompts", {"rows": [measured("prompt", str(model), str(length)) for length in LENGTHS]})
     sequences = arguments.sequences
     rows = [measured("perplexity", "demo", dtype, str(sequences)) for dtype in KV_CACHE_DTYPES]
-    save("kv_cache", {"sequences": sequences, "length": SEQUENCE_LENGTH, "rows": rows})
+    save("kv_cache", {"sequences": sequences, "length": SEQUENCE_LENGTH, "rows": judged(rows)})
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def table(figures: dict[str, Any]) -> str:
     """Return each overcommitment's speeds beside free memory, and the misses beside those of the best policy."""
     free = statistics.median(each["tokens_per_second"] for each in figures["free"])
     disk = statistics.median(figures["disk_bytes_per_second"])
-    rows = [["none", f"{free:.1f}", "", "", "", "", ""]]
+    rows = [["no limit", f"{free:.1f}", "", "", "", "", ""]]
     for times, row in figures["rows"].items():
         speeds = {name: [each["tokens_per_second"] for each in own] for name, own in row.items()}
         peers = [_median(speeds.get(name, [])) for name in (MAPPED, NAME)]

@@ -34,7 +34,7 @@ from engine.decoder.routing import Masked
 PAPER_RATE = 5e-3
 RATES = (0.0, PAPER_RATE, 0.02, 0.1, 0.5)
 SPARSITIES = (0.25, 0.5)
-HELD_OUT, WINDOW = 64, 256
+HELD_OUT, WINDOW = 256, 256
 
 
 class Model:
@@ -108,7 +108,9 @@ def table(figures: Mapping[str, Any]) -> str:
         cells = [row["rate"], f"{min(row['beta']):.3f}, {max(row['beta']):.3f}"]
         for place, own in row["rankings"].items():
             cells.append(f"{others(first['rankings'][place]['kept'], own['kept'])} · {own['perplexity']:.2f}")
-            if row is not first:
+            if row is first:
+                cells[-1] += f" ± {own['perplexity_stderr']:.2f}"
+            else:
                 _, low, high = own["ratio"]
                 cells[-1] += f" ({low:.3f} to {high:.3f})"
         body.append(cells)
@@ -116,7 +118,8 @@ def table(figures: Mapping[str, Any]) -> str:
         f"{figures['sequences']} sequences of {figures['length']} tokens, {figures['epochs']} epochs, one seed, "
         f"{figures['experts']} experts in {figures['layers']} layers. Each cell:\nexperts that are kept although "
         f"η_β = {first['rate']} removes them, and the perplexity on {figures['held_out']} × {figures['window']} held-out "
-        f"tokens of {figures['documents']} documents,\nwith the 95 % interval of its ratio to that of "
+        f"tokens of {figures['documents']} documents,\nwith its standard error over documents, or with the 95 % "
+        f"interval of its ratio to that of "
         f"η_β = {first['rate']}, paired by document.\n\n"
     )
     return intro + markdown(header, body)

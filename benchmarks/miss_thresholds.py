@@ -1,6 +1,6 @@
 """Doing without experts that are not in memory: reads that it saves, and perplexity that it costs, on trained models.
 
-python benchmarks/miss_thresholds.py [--models demo,shared-expert] [--windows 64] [--mixture DIRECTORY --report TEXT]
+python benchmarks/miss_thresholds.py [--models demo,shared-expert] [--windows 256] [--mixture DIRECTORY --report TEXT]
 
 Text is read layer by layer, with a simulated cache that has room for a share of a layer's experts. It is the half of the
 held-out documents that nothing was chosen on; for a model of `--mixture`, it is the text of `--report`. Rows of models that
@@ -33,7 +33,7 @@ MIXTURE = "a real mixture"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=lambda text: [each for each in text.split(",") if each], default=["demo"])
-    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--windows", type=int, default=256)
     parser.add_argument("--thresholds", type=_numbers, default=THRESHOLDS)
     parser.add_argument("--shares", type=_numbers, default=MEMORY_SHARES)
     parser.add_argument("--mixture", help="directory of another model")

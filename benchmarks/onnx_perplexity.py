@@ -1,6 +1,6 @@
 """Perplexity and size of the demo model's exports in each precision, beside this engine in float32.
 
-python benchmarks/onnx_perplexity.py [--samples 32]
+python benchmarks/onnx_perplexity.py [--samples 256]
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def table(figures: dict[str, Any]) -> str:
     for row in rows:
         beside = "" if row is rows[0] else f" ({row['perplexity'] / whole - 1:+.2%})"
         size = f"{row['bytes'] / 1e6:.1f} MB" if row["bytes"] else ""
-        cells.append([row["title"], f"{row['perplexity']:.4f}{beside}", size])
-    about = f"{figures['tokens']:,} tokens of held-out text are predicted.\n\n"
+        cells.append([row["title"], f"{row['perplexity']:.4f} ± {row['stderr']:.2f}{beside}", size])
+    about = f"{figures['tokens']:,} tokens of held-out text are predicted; errors are over documents.\n\n"
     return about + markdown(["precision", "perplexity of the demo model", "weights"], cells)
 
 
@@ -46,16 +46,17 @@ TABLES = {"onnx_perplexity": table}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=256)
     text = ["--samples", str(parser.parse_args().samples)]
     whole = ran("evaluate", "demo", "--dtype", "float32", *text)
-    rows = [{"title": ENGINE, "perplexity": whole["value"], "bytes": None}]
+    rows = [{"title": ENGINE, "perplexity": whole["value"], "stderr": whole["value_stderr"], "bytes": None}]
     with tempfile.TemporaryDirectory() as scratch:
         for precision in PRECISIONS:
             made = Path(scratch) / precision
             ran("export", "demo", "--precision", precision, "-o", str(made))
             size = sum(path.stat().st_size for path in made.glob("*.onnx*"))
-            rows.append({"title": precision, "perplexity": ran("evaluate", str(made), *text)["value"], "bytes": size})
+            found = ran("evaluate", str(made), *text)
+            rows.append({"title": precision, "perplexity": found["value"], "stderr": found["value_stderr"], "bytes": size})
     save("onnx_perplexity", {"tokens": whole["tokens"], "rows": rows})
 
 

@@ -1,30 +1,30 @@
 """Effect of low-bit weights on the demo model: bytes, perplexity, and the divergence of its predictions from the full model.
 
-python benchmarks/quantize.py [--samples 192]
+python benchmarks/quantize.py [--windows 256]
 
-Everything is computed in float32, so that only weights differ. "largest alone" is the usual reference: rounding to nearest
+Everything is computed in float32, so that only weights differ, on the half of the held-out documents that is for reports;
+perplexities are compared document by document. "largest alone" is the usual reference: rounding to nearest
 with the scale given by the largest weight of a group, and no other scale tried.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from default_method import windows_of
 from results import markdown, save
 from torch import Tensor
 
-from calibrate.batches import calibration_texts
 from calibrate.options import CalibrationOptions
 from compress.options.quantize import AWQ, GPTQ, NEAREST, QuantiserOptions, QuantizeOptions
 from compress.quantize import quantize
+from compress.run.losses import Losses
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
-from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
 from engine.kernels.stored.quantized_weight import Weight
 from engine.kernels.stored.scheme import WHOLE_ROW
@@ -69,17 +69,17 @@ class Reference(Checkpoint):
 
 
 @torch.inference_mode()
-def measured(checkpoint: Checkpoint, full: Decoder, tokens_SL: Tensor) -> tuple[float, float]:
-    """Return the perplexity, and the mean KL(p_full ‖ p) of a prediction, in nats."""
+def measured(checkpoint: Checkpoint, full: Decoder, tokens_SL: Tensor) -> tuple[Losses, float]:
+    """Return the losses on each window, and the mean KL(p_full ‖ p) of a prediction, in nats."""
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
-    loss = divergence = 0.0
+    losses, divergence = list[Tensor](), 0.0
     for rows in UNLIMITED.batches(*tokens_SL.shape):
         tokens_BL = tokens_SL[rows]
         logs, wanted = (each(tokens_BL)[:, :-1].log_softmax(-1) for each in (decoder, full))
-        loss -= float(logs.gather(-1, tokens_BL[:, 1:, None]).sum())
+        losses.append(-logs.gather(-1, tokens_BL[:, 1:, None]).double().sum((1, 2)))
         divergence += float((wanted.exp() * (wanted - logs)).sum())
-    count = tokens_SL.shape[0] * (tokens_SL.shape[1] - 1)
-    return math.exp(loss / count), divergence / count
+    predictions = tokens_SL.shape[1] - 1
+    return Losses(torch.cat(losses), predictions), divergence / (tokens_SL.shape[0] * predictions)
 
 
 def rounded(title: str, options: QuantiserOptions, directory: Path) -> tuple[Checkpoint, dict[str, Any]]:
@@ -100,22 +100,21 @@ def rounded(title: str, options: QuantiserOptions, directory: Path) -> tuple[Che
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=192, help="held-out sequences")
+    parser.add_argument("--windows", type=int, default=256, help="held-out windows of 256 tokens")
     arguments = parser.parse_args()
     checkpoint = Checkpoint(DEMO_DIRECTORY)
-    text = CalibrationOptions(samples=1, evaluation_samples=arguments.samples).filled(checkpoint)
-    _, held_out = calibration_texts(text, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
-    assert held_out is not None
-    tokens_SL = held_out.tokens_SL
+    windows = windows_of("demo", "report", arguments.windows)
     full = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
+    whole, _ = measured(checkpoint, full, windows.tokens_SL)
     rows: list[dict[str, Any]] = []
 
     def add(title: str, own: Checkpoint, size: int | None, figures: dict[str, Any]) -> None:
-        perplexity, divergence = measured(own, full, tokens_SL)
-        named = {
-            key: figures.get(key) for key in ("relative_weight_error", "bytes_not_quantized_share", "output_error_ratio")
-        }
-        rows.append({"title": title, "bytes": size, "perplexity": perplexity, "divergence": divergence} | named)
+        losses, divergence = measured(own, full, windows.tokens_SL)
+        row = {"title": title, "bytes": size, "perplexity": losses.perplexity, "divergence": divergence}
+        row["stderr"] = losses.standard_error(windows.documents_S)
+        row["ratio"] = list(losses.ratio_to(whole, windows.documents_S))
+        names = ("relative_weight_error", "bytes_not_quantized_share", "output_error_ratio")
+        rows.append(row | {name: figures.get(name) for name in names})
 
     with tempfile.TemporaryDirectory() as directory:
         add("bfloat16, as stored", checkpoint, checkpoint.bytes, {})
@@ -124,7 +123,7 @@ def main() -> None:
             add(title, own, own.bytes, figures)
             if title == "4 bits, groups of 32":
                 add(REFERENCE, Reference(DEMO_DIRECTORY), own.bytes, {})
-    save("quantize", {"sequences": list(tokens_SL.shape), "rows": rows})
+    save("quantize", {"sequences": list(windows.tokens_SL.shape), "rows": rows})
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -135,14 +134,19 @@ def table(figures: dict[str, Any]) -> str:
         [
             row["title"],
             f"{row['bytes'] / 1e6:.1f}",
-            f"{row['perplexity']:.3f}" + ("" if row is whole else f" ({row['perplexity'] / whole['perplexity'] - 1:+.1%})"),
+            f"{row['perplexity']:.3f} ± {row['stderr']:.3f}",
+            "–" if row is whole else "{:.3f} ({:.3f} to {:.3f})".format(*row["ratio"]),
             "–" if row is whole else f"{row['divergence']:.4f}",
             "–" if row["relative_weight_error"] is None else f"{row['relative_weight_error']:.1%}",
         ]
         for row in rows
     ]
-    about = f"The demo model on {sequences} × {length} held-out tokens; KL is from its predictions, in nats a token.\n\n"
-    return about + markdown(["", "weights MB", "perplexity", "KL", "weights off by"], cells)
+    about = (
+        f"The demo model on {sequences} × {length} tokens of held-out documents. Perplexities have their standard error "
+        "over documents; the ratio to the first row, with its interval of 95 %, is paired by document. KL is from the first "
+        "row's predictions, in nats a token.\n\n"
+    )
+    return about + markdown(["", "weights MB", "perplexity", "ratio", "KL", "weights off by"], cells)
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:

@@ -264,7 +264,7 @@ BENCHMARKS = (
         trial=("--validation-samples", "2", *TINY_FIT),
         inputs={"--model": "MIXTURE_SPLIT"} | TEXTS | QUANTIZE,
     ),
-    Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
+    Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--windows", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),
         trial=("--steps", "2", "--ffns", "1", "--selects", "usage", "--batch-size", "2"),

@@ -193,12 +193,12 @@ def table(figures: dict[str, Any]) -> str:
     found = figures["experts_found_total"] / figures["experts_used_total"]
     rows = [
         ["weights, limit of memory", f"{figures['model_bytes'] / 1e6:.0f} MB, {figures['limit'] / 1e6:.0f} MB"],
-        ["requests of clients", f"{figures['requests']:,} of {figures['clients']}"],
+        ["requests, clients", f"{figures['requests']:,}, {figures['clients']}"],
         ["answers that are the text alone", f"{outcomes['right']:,}"],
         ["ended by an injected disk error", f"{outcomes['disk error']:,}"],
         ["lost, other texts", f"{outcomes['lost']}, {outcomes['wrong']}"],
         ["resident after each quarter, peak", f"{memory} MB, {figures['peak'] / 1e6:.0f} MB"],
-        ["slowest of the answers about health", f"{1e3 * figures['health_seconds']:.0f} ms of {figures['health_asked']:,}"],
+        [f"slowest of {figures['health_asked']:,} answers of `/health`", f"{1e3 * figures['health_seconds']:.0f} ms"],
         ["experts found in memory, read", f"{found:.0%}, {figures['expert_read_bytes_total'] / 1e9:.0f} GB"],
     ]
     return markdown(["", ""], rows)

@@ -10,8 +10,8 @@ from compress.report.columns import size
 def plan_run(given: Given) -> Figures:
     """Say what `compress prune` of MODEL would cost: bytes moved, time and peak memory, before it starts.
 
-    MODEL is a directory with a config.json, a hub id, or 'demo'. Only config.json is read or downloaded. The figures of this
-    processor are measured for a moment, those of other devices are published ones.
+    MODEL is a directory with a config.json, a GGUF file, a hub id, or 'demo'. Only config.json, or the header of the file,
+    is read or downloaded. The figures of this processor are measured for a moment; those of other devices are published.
 
     With --memory-limit, say also how fast text from MODEL would come with that much memory for weights and KV cache. The
     disk is then measured for a moment on MODEL's files.

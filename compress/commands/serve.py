@@ -11,7 +11,7 @@ from engine.server.options import ServeOptions, keys_from
 
 
 def serve(given: Given) -> Figures:
-    """Serve MODEL over HTTP to any client of OpenAI's interface, with a page to try it on.
+    """Serve MODEL over HTTP to clients of OpenAI and Anthropic, with a page to try it on.
 
     MODEL is a checkpoint directory, a GGUF file, a hub id, or 'demo', the built-in model (the default). With several,
     or with --models-dir, requests name the model, and the first one that names it loads it. With --json, one object with

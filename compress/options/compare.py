@@ -54,7 +54,7 @@ class CompareOptions:
     skip_threshold: float = like(
         OpenOptions,
         "skip_threshold",
-        help="Skip unneeded experts, in perplexity and in speed, of the models that have tables for it.",
+        help="Skip unneeded experts, in perplexity, tasks and speed, of the models that have tables for it.",
     )
     """Skip threshold of checkpoints; an export has the threshold that it was exported with."""
     skip_rule: str = like(OpenOptions, "skip_rule")

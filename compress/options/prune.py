@@ -168,7 +168,13 @@ class PruneOptions(JobOptions):
                 help="Share of the experts' parameters to remove, between 0 and 1. Several make a sweep: a result for each, "
                 "and then their comparison.",
             ),
-            scope=changed(None, choices=("global", "layer", "expert"), unset=default_scopes()),
+            scope=changed(
+                None,
+                choices=("global", "layer", "expert"),
+                unset=default_scopes(),
+                help="Rank the experts or hidden units of all layers together (global), remove the same share of each layer "
+                "(layer), or keep the same number of hidden units in every expert (expert).",
+            ),
             granularity=changed(None, unset="that of the method"),
             min_experts=changed(0, unset="experts per token"),
         )
