@@ -26,7 +26,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ FILES: dict[str, Split] = {"test": "held-out", "validation": "validation", "trai
 """Files of prompts, by the option that takes each, and the split of the documents that they are from."""
 STUDENT_RATE = 0.001
 """Learning rate of the student, by default."""
+CHOOSING_SEED = 0
+"""The seed with which a search runs every rate, and by which it chooses those that run with the others too."""
 INSTRUCTION = "Write the signature of this function."
 
 
@@ -198,10 +200,17 @@ class Benchmark:
     def goes_on(self, row: dict[str, Any], seed: int) -> bool:
         """Return whether a row is run with a seed: after the first seed, only the best rates of the search are."""
         searched = [
-            line for line in self.done if line["seed"] == 0 and line.get("router") in self.arguments.search_router_rate
+            line
+            for line in self.done
+            if line["seed"] == CHOOSING_SEED and line.get("router") in self.arguments.search_router_rate
         ]
         best = sorted(searched, key=lambda line: -line["rouge_l"])[: self.arguments.best]
-        return seed == 0 or row["router"] is None or not searched or row["router"] in [line["router"] for line in best]
+        return (
+            seed == CHOOSING_SEED
+            or row["router"] is None
+            or not searched
+            or row["router"] in [line["router"] for line in best]
+        )
 
     def command(self, row: dict[str, Any], seed: int, teacher: Path, student: Path) -> list[str]:
         """Return the options of `compress distill` for a row and a seed."""
@@ -306,7 +315,7 @@ def search_table(figures: dict[str, Any]) -> str:
     rows = [["student before", mean_and_spread(before), "–", "–", "–", "–"]]
     for name in dict.fromkeys(map(label, done)):
         own = [line for line in done if label(line) == name and line["seed"] in every]
-        gains = [100 * (line["rouge_l"] - every[line["seed"]]["rouge_l"]) for line in own]
+        gains = _gains(own, every)
         error = f" ± {statistics.stdev(gains) / len(gains) ** 0.5:.2f}" if len(gains) > 1 else ""
         compared = own[0]["recipe"] != "all"
         drifts = [line["router_drift_mean_per_layer"] for line in own if line["router_drift_mean_per_layer"]]
@@ -322,19 +331,25 @@ def search_table(figures: dict[str, Any]) -> str:
     header = ["recipe", "ROUGE-L", "above all", "seeds above all", "drift, first layer", "drift, last layer"]
     note = (
         f"Signatures of functions from name and docstring; {figures['steps']} updates of {figures['batch_size']} prompts, "
-        f"every rate with the first of {len(every)} seeds, the best ones with all; "
-        f"ROUGE-L of greedy responses to {figures['prompts']} prompts.\n\n"
+        f"every rate with the first of {len(every)} seeds, the best ones with all. ROUGE-L of greedy responses to "
+        f'{figures["prompts"]} prompts. "Above all" leaves the first seed out where there are others, because it chose the '
+        "rates.\n\n"
     )
     return note + markdown(header, rows)
+
+
+def _gains(own: Sequence[dict[str, Any]], every: Mapping[int, dict[str, Any]]) -> list[float]:
+    """Return the points of ROUGE-L above `all` with the same seed; without the first seed, if there are others."""
+    judged = [line for line in own if line["seed"] != CHOOSING_SEED] or own
+    return [100 * (line["rouge_l"] - every[line["seed"]]["rouge_l"]) for line in judged]
 
 
 def searched(figures: dict[str, Any]) -> dict[str, str]:
     """Return by how many points `sar` with the router at the student's rate is above `all`, with how many seeds, and how
     many times as far a layer's router then drifts as at the lowest rate, the least and the most over layers of a seed.
     """
-    every = {line["seed"]: line["rouge_l"] for line in figures["lines"] if line["recipe"] == "all"}
-    own = {line["seed"]: line["rouge_l"] for line in figures["lines"] if line["router"] == STUDENT_RATE}
-    gains = [100 * (own[seed] - every[seed]) for seed in own]
+    every = {line["seed"]: line for line in figures["lines"] if line["recipe"] == "all"}
+    gains = _gains([line for line in figures["lines"] if line["router"] == STUDENT_RATE], every)
     error = statistics.stdev(gains) / len(gains) ** 0.5
     above = sum(gain > 0 for gain in gains)
     drifts = {(line["router"], line["seed"]): line["router_drift_mean_per_layer"] for line in figures["lines"]}

@@ -138,8 +138,8 @@ def fitted(sizes: Sequence[int], options: argparse.Namespace) -> dict[int, Path]
 
 
 def nearest(fits: Mapping[int, dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the largest of the results of `fit` whose target is not above a row's size, or the smallest of all."""
-    return fits[max((size for size in fits if size <= row["way"]["bytes"]), default=min(fits))]
+    """Return the largest of the results of `fit` whose target is not above a row's size. The smallest row has its own."""
+    return fits[max(size for size in fits if size <= row["way"]["bytes"])]
 
 
 def main() -> None:
@@ -179,6 +179,7 @@ def main() -> None:
                 ways[title] = way(title, reference, tokens_SL, options) | {"key": key}
                 remember(done, ways[title])
         wanted = {row["way"]["bytes"] for title, row in ways.items() if title in (options.fitted or ways)}
+        wanted.add(min(row["way"]["bytes"] for row in ways.values()))  # no row is compared with a larger result
         sizes = sorted(wanted - fits.keys())
         for size, path in fitted(sizes, options).items() if sizes else ():
             fits[size] = measured(path, reference, tokens_SL)

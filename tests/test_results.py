@@ -362,19 +362,22 @@ def test_ratios_come_with_the_range_of_paired_rounds() -> None:
 
 
 def test_a_search_compares_each_rate_with_all_seed_by_seed() -> None:
-    """Differences are taken within a seed, so seeds of different difficulty do not hide them. Computed by hand."""
+    """Differences are taken within a seed, so seeds of different difficulty do not hide them. Computed by hand.
+
+    The first seed chooses the rates that run with others, so it is no evidence for them.
+    """
     common = {"samples": None, "probability": None, "experts": None, "rouge_l_before": 0.5}
     every = [
-        {"recipe": "all", "router": None, "rouge_l": value, "router_drift_mean_per_layer": None} for value in (0.6, 0.7)
+        {"recipe": "all", "router": None, "rouge_l": value, "router_drift_mean_per_layer": None} for value in (0.9, 0.6, 0.7)
     ]
     sar = [
         {"recipe": "sar", "router": 1e-4, "rouge_l": value, "router_drift_mean_per_layer": [0.001, 0.5, last]}
-        for value, last in ((0.61, 0.02), (0.73, 0.04))
+        for value, last in ((0.5, 0.03), (0.61, 0.02), (0.73, 0.04))
     ]
     lines = [common | line | {"seed": seed} for own in (every, sar) for seed, line in enumerate(own)]
     figures = {"steps": 8, "batch_size": 4, "threads": 1, "prompts": 16, "lines": lines}
     shown = script_of("distill_sar").TABLES["distill_sar"](figures).splitlines()
     assert [cell.strip() for cell in shown[-1].split("|")[1:-1]] == [
-        *("sar, router at 0.0001", "67.00 ± 8.49", "+2.00 ± 1.00", "2 of 2", "0.001", "0.03"),
+        *("sar, router at 0.0001", "61.33 ± 11.50", "+2.00 ± 1.00", "2 of 2", "0.001", "0.03"),
     ]
-    assert "2 seeds" in shown[0] and shown[-2].startswith("| all | 65.00")
+    assert "3 seeds" in shown[0] and shown[-2].startswith("| all | 73.33")
