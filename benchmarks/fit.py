@@ -66,6 +66,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "2 bits, gptq": ("quantize", "--bits", "2", "--rounding", "gptq"),
 }
 """Commands by the titles of their rows, from large to small."""
+FURTHER = {("shared-expert", "units, 75 %, then 2 bits"): ("--group-size", "16", "--unit-multiple", "16")}
+"""Options that a row has for one model: a quarter of the second model's 96 hidden units is less than a group of 32."""
 TYPES = {f"llama.cpp, {kind}": kind for kind in ("Q4_K_M", "Q3_K_M", "IQ4_XS", "Q2_K", "IQ3_XXS", "IQ2_XS")}
 """Types of llama.cpp by the titles of their rows."""
 SAMPLES = 128
@@ -125,7 +127,7 @@ def way(title: str, reference: Reference, tokens_SL: Tensor, options: argparse.N
     if title in TYPES:
         path, about = by_llama_cpp(TYPES[title], model, options.place, options)
     else:
-        command(ROWS[title], model, path, options)
+        command((*ROWS[title], *FURTHER.get((options.model, title), ())), model, path, options)
     return {"title": title, "way": measured(path, reference, tokens_SL) | about}
 
 
