@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +51,32 @@ def model_of(path: Path, **options: Any) -> Any:
     return HarnessModel(Engine.open(path, dtype="float32", **options))
 
 
-def by_hand(path: Path, threshold: float = 0.0) -> list[tuple[float, bool]]:
-    """Return log-likelihood and greediness of PAIRS: one forward pass for each, token by token in the sum."""
+def by_hand(
+    path: Path,
+    threshold: float = 0.0,
+    pairs: list[tuple[str, str]] = PAIRS,
+    dtype: torch.dtype = torch.float32,
+) -> list[tuple[float, bool]]:
+    """Return log-likelihood and greediness of pairs: one forward pass for each, token by token in the sum."""
     checkpoint = Checkpoint(path)
-    decoder, tokenizer = Decoder(checkpoint.config, checkpoint.source(torch.float32)), load_tokenizer(checkpoint)
-    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
+    decoder, tokenizer = Decoder(checkpoint.config, checkpoint.source(dtype)), load_tokenizer(checkpoint)
+    own = own_routings(checkpoint.config, checkpoint.source(dtype))
     tables = load_skip_tables(path, checkpoint.config) if threshold else None
     for block, routing in zip(
         decoder.moe_blocks, skipping_routings(checkpoint.config, tables, threshold, own=own), strict=True
     ):
         block.routing = routing
     found = []
-    for context, continuation in PAIRS:
-        while context.endswith(" "):
-            context, continuation = context[:-1], " " + continuation
+    for context, continuation in pairs:
+        while context and context[-1].isspace():
+            context, continuation = context[:-1], context[-1] + continuation
         start = tokenizer.encode(context) if context else [tokenizer.bos_token_id or tokenizer.eos_token_id]
         whole = tokenizer.encode(context + continuation) if context else start + tokenizer.encode(continuation)
         answer = whole[len(start) :]
+        assert whole[: len(start)] == start, "no token has characters of both"
         read = whole[-129:]
         with torch.inference_mode():
-            logs_LV = decoder(torch.tensor([read[:-1]]))[0].log_softmax(-1)
+            logs_LV = decoder(torch.tensor([read[:-1]]))[0].float().log_softmax(-1)
         last = logs_LV[-len(answer) :]
         total = sum(float(last[place, token]) for place, token in enumerate(answer))
         found.append((total, last.argmax(-1).tolist() == answer))
@@ -139,16 +144,17 @@ def test_a_family_without_a_class_in_transformers_is_evaluated(family: str, tmp_
         assert value == pytest.approx(expected, abs=1e-4) and greedy == expected_greedy
 
 
-def test_the_command_skips_in_perplexity_and_tasks(place: Path) -> None:
-    (place / "rows.json").write_text(json.dumps([{"q": "the quick", "a": number % 2} for number in range(6)]))
-    task = {"task": "own", "dataset_path": "json", "dataset_kwargs": {"data_files": str(place / "rows.json")}}
-    task |= {"test_split": "train", "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_target": "{{a}}"}
-    task |= {"doc_to_choice": [" brown fox", " dog"], "metric_list": [{"metric": "acc"}]}
-    (place / "own.yaml").write_text(json.dumps(task))
-    asked = ["evaluate", str(place / "pruned"), "--skip-threshold", "1"]
-    tasks = run(*asked, "--tasks", str(place / "own.yaml"))
-    assert tasks["value"]["own"]["acc,none"] == 0.5 and 0 < tasks["experts_skipped_share"] < 1
-    text = ["--data", str(place / "text.txt"), "--samples", "4", "--sequence-length", "32"]
-    skipped, whole = run(*asked, *text), run(*asked[:2], *text)
+def test_the_command_skips_in_perplexity(place: Path) -> None:
+    asked = [
+        "evaluate",
+        str(place / "pruned"),
+        "--data",
+        str(place / "text.txt"),
+        "--samples",
+        "4",
+        "--sequence-length",
+        "32",
+    ]
+    skipped, whole = run(*asked, "--skip-threshold", "1"), run(*asked)
     assert skipped["value"] != whole["value"] and whole["experts_skipped_share"] == 0.0
     assert 0 < skipped["experts_skipped_share"] < 1 and skipped["skip_threshold"] == 1.0
