@@ -156,7 +156,8 @@ def measured(stored: Mapping[str, Any], name: str) -> str:
     peers = "".join(f", {peer} {about['version']}" for peer, about in stored.get("peers", {}).items())
     place = f"{machine['processor']}, {threads}, torch {torch}{peers}"
     stale = STALE if is_older_than_its_code(stored, name) else ""
-    return f"*Measured on {stored['date']} at {stored['commit'][:7]} ({place}).{stale}*"
+    commit = stored["commit"][:7] + (" with changes that no commit has" if stored["uncommitted_changes"] else "")
+    return f"*Measured on {stored['date']} at {commit} ({place}).{stale}*"
 
 
 def is_older_than_its_code(stored: Mapping[str, Any], name: str) -> bool:
