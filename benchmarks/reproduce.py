@@ -2,10 +2,10 @@
 
     python benchmarks/reproduce.py [--directory DIR] [PAGE …]
 
-In a page a block of `sh` has the commands of a table or figure at full size, and a block of `console` the same at demo size:
-lines that begin with "$ " are commands, and all others are what they print. The page is the place where commands are
-written. This script runs the commands of a page in order in a directory, where an interrupted run goes on, and saves what
-they print and take in benchmarks/results/reproduce_PAGE.json.
+In a page a block of `sh` has the commands of a table or figure at full size, with loops over models and values, and a block
+of `console` the same at demo size: lines that begin with "$ " are commands, and all others are what they print. The page is
+the place where commands are written. This script runs the commands of a page in order in a directory, where an interrupted
+run goes on, and saves what they print and take in benchmarks/results/reproduce_PAGE.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from results import ROOT, markdown, remember, remembered, save
 PAGES = tuple(sorted(path.stem for path in (ROOT / "docs" / "reproduce").glob("*.md")))
 CONSOLE = re.compile(r"(```console\n)(.*?)(```\n)", re.DOTALL)
 FULL_SIZE = re.compile(r"```sh\n(.*?)```\n", re.DOTALL)
+LOOP = re.compile(r"^( *)for (\w+) in ([^;\n]+); do\n(.*?)^\1done\n", re.DOTALL | re.MULTILINE)
+SHELL = "/bin/bash"
+"""The shell of the pages: prompts of several lines are written as $'…'."""
 MATERIALS = f"{sys.executable} {ROOT / 'benchmarks' / 'paper_materials.py'} materials"
 
 
@@ -47,12 +50,28 @@ def demo_commands(text: str) -> Iterator[str]:
         yield from commands(match[2])
 
 
-def full_size_commands(text: str) -> Iterator[str]:
-    """Yield the commands of a page at full size."""
+def full_size_commands(text: str, once: Collection[str] = ()) -> Iterator[str]:
+    """Yield the commands of a page at full size, those of a loop once for each of its words.
+
+    once: variables whose loops run with their first word only.
+    """
     for match in FULL_SIZE.finditer(text):
-        for line in match[1].replace("\\\n", " ").splitlines():
+        for line in unrolled(match[1].replace("\\\n", " "), once).splitlines():
             if line.strip() and not line.startswith("#"):
                 yield " ".join(line.split())
+
+
+def unrolled(block: str, once: Collection[str] = ()) -> str:
+    """Return the commands of a block with every `for NAME in WORDS; do … done` written out."""
+
+    def turns(loop: re.Match[str]) -> str:
+        words = loop[3].split()
+        variable = re.compile(rf"\${loop[2]}\b|\$\{{{loop[2]}\}}")
+        return "".join(variable.sub(word, loop[4]) for word in words[: 1 if loop[2] in once else None])
+
+    while (written := LOOP.sub(turns, block)) != block:
+        block = written
+    return block
 
 
 def run_commands(wanted: Sequence[str], directory: Path, state: Path) -> list[dict[str, Any]]:
@@ -63,7 +82,15 @@ def run_commands(wanted: Sequence[str], directory: Path, state: Path) -> list[di
         if command in known:
             continue
         started = time.monotonic()
-        ran = subprocess.run(command, shell=True, cwd=directory, env=environment, stdout=subprocess.PIPE, text=True)
+        ran = subprocess.run(
+            command,
+            shell=True,
+            executable=SHELL,
+            cwd=directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         if ran.returncode:
             sys.exit(f"{command}\nended with {ran.returncode}")
         known[command] = {"command": command, "output": ran.stdout, "seconds": time.monotonic() - started}
@@ -115,8 +142,9 @@ def main() -> None:
         for page in arguments.pages:
             work = directory / page
             work.mkdir(exist_ok=True)
-            if not (work / "materials").exists():
-                (work / "materials").symlink_to(directory.resolve() / "materials")
+            for place in (directory.resolve() / "materials", ROOT / "benchmarks"):
+                if not (work / place.name).exists():
+                    (work / place.name).symlink_to(place)
             wanted = list(demo_commands(page_path(page).read_text()))[: arguments.commands]
             ran = run_commands(wanted, work, directory / f"{page}.jsonl")
             save(f"reproduce_{page}", {"commands": ran})
