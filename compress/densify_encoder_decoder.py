@@ -7,11 +7,12 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
@@ -163,14 +164,33 @@ def _pair_counts(options: DensifyOptions) -> dict[str, int]:
     return {split: count for split, count in counts.items() if count}
 
 
-def _measured(model: nn.Module, prepared: PreparedPairs) -> dict[str, float | None]:
-    """Return the figures on the held-out pairs, None where there are none. Raises CheckpointError for NaN."""
+HeldOutPairs = dict[str, list[float]] | None
+"""Sums over the target of each held-out pair, by their names in Measured, as JSON; None where there are no pairs."""
+
+
+def _measured(model: nn.Module, prepared: PreparedPairs) -> HeldOutPairs:
+    """Return what was measured on the held-out pairs. Raises CheckpointError for NaN."""
     if "held-out" not in prepared.pairs:
-        return {"token_accuracy": None, "perplexity": None}
-    found: Measured = measure(model, prepared.pairs["held-out"], prepared.checkpoint.config)
+        return None
+    found = measure(model, prepared.pairs["held-out"], prepared.checkpoint.config)
     if not math.isfinite(found.perplexity):
         raise CheckpointError(f"{prepared.checkpoint.directory}: its predictions are not finite; try --dtype float32")
-    return asdict(found)
+    return {each.name: getattr(found, each.name).tolist() for each in fields(found)}
+
+
+def _quality(before: HeldOutPairs, after: HeldOutPairs) -> dict[str, float | None]:
+    """Return perplexity and token accuracy before and after, with errors over pairs, and the ratio of the perplexities."""
+    names = [f"{name}_{time}" for name in ("perplexity", "token_accuracy") for time in ("before", "after")]
+    names += [f"{name}_stderr" for name in names] + [f"perplexity_ratio{end}" for end in ("", "_low", "_high")]
+    if before is None or after is None:
+        return dict.fromkeys(names)
+    first, then = (
+        Measured(**{name: torch.tensor(own, dtype=torch.float64) for name, own in each.items()}) for each in (before, after)
+    )
+    both = (first, then)
+    errors = [own.losses.standard_error(own.pairs_P) for own in both] + [own.token_accuracy_error for own in both]
+    values = [own.perplexity for own in both] + [own.token_accuracy for own in both]
+    return dict(zip(names, [*values, *errors, *then.losses.ratio_to(first.losses, first.pairs_P)], strict=True))
 
 
 @dataclass(frozen=True)
@@ -232,7 +252,7 @@ def _trained(run: PairsRun, student: nn.Module) -> Trained:
     )
 
 
-def _write(run: PairsRun, made: Student, before: Mapping[str, float | None]) -> DensifyPairsFigures:
+def _write(run: PairsRun, made: Student, before: HeldOutPairs) -> DensifyPairsFigures:
     """Fold and write the model, measure and describe it, and rename its directory."""
     options, prepared, checkpoint = run.options, run.prepared, run.prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
@@ -298,8 +318,8 @@ def _figures(
     options: DensifyOptions,
     prepared: PreparedPairs,
     result: EncoderDecoderCheckpoint,
-    before: Mapping[str, float | None],
-    after: Mapping[str, float | None],
+    before: HeldOutPairs,
+    after: HeldOutPairs,
 ) -> dict[str, Any]:
     source, held_out = prepared.checkpoint, prepared.pairs.get("held-out")
     family = dense_row(source.row).model_type
@@ -321,10 +341,7 @@ def _figures(
         "parameters_after": result.parameters,
         "bytes_before": source.bytes,
         "bytes_after": result.bytes,
-        "perplexity_before": before["perplexity"],
-        "perplexity_after": after["perplexity"],
-        "token_accuracy_before": before["token_accuracy"],
-        "token_accuracy_after": after["token_accuracy"],
+        **_quality(before, after),
         "evaluation": f"the targets of {len(held_out) if held_out else 0} held-out pairs of {options.calibration.data}",
         "sequences_cut": sum(pairs.cut for pairs in prepared.pairs.values()),
         "sequence_length": prepared.length,

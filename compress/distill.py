@@ -17,7 +17,7 @@ from compress.dense.dense_training import recompute_if_large
 from compress.distillation.inputs import Distillable, identities, prepare_distillation
 from compress.distillation.recipes import METRICS
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
-from compress.distillation.response_perplexity import response_perplexity
+from compress.distillation.response_perplexity import perplexity_of, response_losses
 from compress.distillation.rouge import rouge_l
 from compress.distillation.router_report import (
     RouterReport,
@@ -36,6 +36,7 @@ from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
 from compress.run.clock import Clock
 from compress.run.job import Made, Run, check_weights
+from compress.run.losses import Losses
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trainer, figures
@@ -79,8 +80,8 @@ class Distilled:
     clock: Clock
     metrics: tuple[float, float]
     """Values before and after of the metric that selects the best state; lower is better."""
-    perplexities: tuple[float, float]
-    """Perplexity before and after of the responses in the data."""
+    losses: tuple[Losses, Losses]
+    """Losses before and after on the responses in the data."""
     response_dtype: str | None
     """Dtype of the weights that wrote responses; None if none were written."""
     routers: RouterReport | None = None
@@ -116,10 +117,11 @@ def _train(run: DistillRun) -> Distilled:
             validate=validate,
             progress=run.bar(f"{options.recipe} (steps)"),
         )
-    metrics, perplexities = zip(before, measure.both(measured), strict=True)
+    after = measure.both(measured)
+    metrics, losses = (before[0], after[0]), (before[1], after[1])
     writes = writer or measure.writer
     dtype = None if writes is None else str(writes.dtype).removeprefix("torch.")
-    return Distilled(tensors, trainer, clock, metrics, perplexities, dtype, side.report(), side.metric)
+    return Distilled(tensors, trainer, clock, metrics, losses, dtype, side.report(), side.metric)
 
 
 def _writer(options: DistillOptions, decoder: Decoder) -> Writer:
@@ -149,15 +151,19 @@ class Measure:
         return value
 
     def perplexity(self, examples: Sequence[Example]) -> float:
-        """Return the perplexity of the responses in the data."""
-        value = response_perplexity(self.student, examples, self.group_size)
-        processes.let_go(self.student)
-        return value
+        """Return the perplexity of the responses in the data; NaN where the model's outputs are."""
+        return perplexity_of(self.losses(examples))
 
-    def both(self, examples: Sequence[Example]) -> tuple[float, float]:
-        """Return the metric that selects the best state, and the perplexity."""
-        plain = self.perplexity(examples)
-        return (plain if self.writer is None else self(examples)), plain
+    def losses(self, examples: Sequence[Example]) -> Losses:
+        """Return the losses on the responses in the data."""
+        found = response_losses(self.student, examples, self.group_size)
+        processes.let_go(self.student)
+        return found
+
+    def both(self, examples: Sequence[Example]) -> tuple[float, Losses]:
+        """Return the metric that selects the best state, and the losses on the responses in the data."""
+        losses = self.losses(examples)
+        return (perplexity_of(losses) if self.writer is None else self(examples)), losses
 
 
 @dataclass
@@ -266,8 +272,7 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
             "metric_after": metrics[1],
             "teacher_experts": options.teacher_experts,
             "teacher_metric": metrics[2],
-            "response_perplexity_before": done.perplexities[0],
-            "response_perplexity_after": done.perplexities[1],
+            **_perplexities(*done.losses),
             "response_dtype": done.response_dtype,
             "time_share": done.clock.shares,
             "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
@@ -278,6 +283,18 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
             "examples": len(prepared.measured or prepared.validation),
             **({} if prepared.evaluation is None else {"evaluation": prepared.evaluation}),
         },
+    )
+
+
+def _perplexities(before: Losses, after: Losses) -> dict[str, float | None]:
+    """Return the responses' perplexities with their standard errors over examples, and their ratio, paired by example."""
+    examples_S, name = torch.arange(len(before.summed_S)), "response_perplexity"
+    ratio = after.ratio_to(before, examples_S)
+    own = {f"{name}_before": before, f"{name}_after": after}
+    return (
+        {key: perplexity_of(losses) for key, losses in own.items()}
+        | {f"{key}_stderr": losses.standard_error(examples_S) for key, losses in own.items()}
+        | {f"{name}_ratio": ratio.value, f"{name}_ratio_low": ratio.low, f"{name}_ratio_high": ratio.high}
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compress.commands.command import Figures, Given
 from compress.commands.output import table
-from compress.report.columns import number, size, with_error, with_interval
+from compress.report.columns import size, with_error, with_interval
 from engine.kernels.stored.scheme import PLAIN_BITS
 
 REFIT_LINES = (
@@ -76,7 +76,7 @@ def _rows(figures: Figures) -> list[list[str]]:
         ends = (figures["perplexity_ratio_low"], figures["perplexity_ratio_high"])
         rows.append(["perplexity ratio, 95 %", "", with_interval(figures["perplexity_ratio"], *ends)])
     if "token_accuracy_after" in figures:
-        rows.append(["token accuracy", *(number(figures[f"token_accuracy_{when}"], 3) for when in ("before", "after"))])
+        rows.append(["token accuracy", *(_accuracy(figures, when) for when in ("before", "after"))])
     return rows
 
 
@@ -89,6 +89,10 @@ def _unit_rows(figures: Figures) -> list[list[str]]:
 
 def _perplexity(figures: Figures, when: str) -> str:
     return with_error(figures[f"perplexity_{when}"], figures.get(f"perplexity_{when}_stderr"))
+
+
+def _accuracy(figures: Figures, when: str) -> str:
+    return with_error(figures[f"token_accuracy_{when}"], figures.get(f"token_accuracy_{when}_stderr"), 3)
 
 
 LEFT_OUT = {

@@ -24,6 +24,7 @@ from calibrate.pairs import PADDING, Pairs
 from compress.dense.dense_training import train_parts
 from compress.dense.encoder_decoder import GROUP, all_layers, dense_row, logits, without_padding
 from compress.options.training import DenseTrainingOptions, LossWeights
+from compress.run.losses import Losses, drawn_means, summed_by_owner
 from compress.training.divergences import forward_kl
 from compress.training.layer_distillation import outputs_of
 from compress.training.losses import layer_distance
@@ -37,24 +38,54 @@ TOKEN_ACCURACY = "token_accuracy"
 
 @dataclass(frozen=True)
 class Measured:
-    """Quality of a model under teacher forcing, over all target tokens without padding."""
+    """Quality of a model under teacher forcing, over all target tokens without padding; for each pair, float64, [P]."""
 
-    token_accuracy: float
-    """Share of tokens whose most probable prediction is correct."""
-    perplexity: float
+    summed_P: Tensor
+    """Summed negative log-likelihood of the target, in nats."""
+    right_P: Tensor
+    """Number of tokens whose most probable prediction is correct."""
+    tokens_P: Tensor
+    """Number of target tokens."""
+
+    @property
+    def losses(self) -> Losses:
+        """The losses, with each pair as a document of its own."""
+        return Losses(self.summed_P, self.tokens_P)
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity; NaN where the model's outputs are."""
+        return self.losses.perplexity if self.losses.is_finite else math.nan
+
+    @property
+    def token_accuracy(self) -> float:
+        """Share of tokens whose most probable prediction is correct."""
+        return float(self.right_P.sum() / self.tokens_P.sum())
+
+    @property
+    def token_accuracy_error(self) -> float | None:
+        """The standard error of the accuracy over pairs; None with a single one."""
+        means_R = drawn_means(self.right_P, self.tokens_P, self.pairs_P)
+        return None if means_R is None else float(means_R.std(correction=0))
+
+    @property
+    def pairs_P(self) -> Tensor:
+        """The number of each pair: a document of its own."""
+        return torch.arange(len(self.tokens_P))
 
 
 @torch.no_grad()
 def measure(model: nn.Module, pairs: Pairs, config: Any) -> Measured:
-    """Return the quality on pairs; the perplexity is NaN where the model's outputs are."""
-    right, entropy, tokens = 0, 0.0, 0
+    """Return the quality on pairs."""
+    found: list[tuple[Tensor, ...]] = []
     for batch in pairs.split(GROUP):
         logits_TV, targets_T = predictions(model, batch, config)
-        right += int((logits_TV.argmax(-1) == targets_T).sum())
-        entropy += float(F.cross_entropy(logits_TV, targets_T, reduction="sum"))
-        tokens += len(targets_T)
-    mean = entropy / tokens
-    return Measured(right / tokens, math.exp(min(mean, 700.0)) if math.isfinite(mean) else math.nan)
+        owners_T = (batch.target_PM != PADDING).nonzero()[:, 0]
+        losses_T = F.cross_entropy(logits_TV, targets_T, reduction="none")
+        right_T = logits_TV.argmax(-1) == targets_T
+        parts = (losses_T, right_T, torch.ones_like(losses_T))
+        found.append(tuple(summed_by_owner(part_T, owners_T, len(batch)) for part_T in parts))
+    return Measured(*(torch.cat(each) for each in zip(*found, strict=True)))
 
 
 def predictions(model: nn.Module, pairs: Pairs, config: Any) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,9 @@ def model_card(
         ends = (figures["perplexity_ratio_low"], figures["perplexity_ratio_high"])
         rows.append(("perplexity ratio, 95 %", "", with_interval(ratio, *ends)))
     if "token_accuracy_before" in figures:
-        rows.append(("token accuracy", _number(figures["token_accuracy_before"]), _number(figures["token_accuracy_after"])))
+        before = _number(figures["token_accuracy_before"], figures.get("token_accuracy_before_stderr"))
+        after = _number(figures["token_accuracy_after"], figures.get("token_accuracy_after_stderr"))
+        rows.append(("token accuracy", before, after))
     kept = [f"| {layer} | {count} |" for layer, count in zip(layers, figures["experts_per_layer"], strict=True)]
     lost = "fewer experts" if figures["experts_after"] < figures["experts_before"] else "fewer hidden units"
     heading = title or f"{source}, {figures['sparsity']:.0%} {lost}"
@@ -105,7 +107,9 @@ def training_lines(parts: Mapping[str, TrainingFigures]) -> list[str]:
 
 
 def _documents(figures: ModelFigures) -> str:
-    """Return how many documents the text is from, where that is known."""
+    """Return how many documents the text is from, where that is known, and what the standard errors are of."""
+    if figures.get("token_accuracy_before_stderr") is not None:
+        return " (± standard error over pairs)"
     documents = figures.get("evaluation_documents")
     return f", from {documents} documents (± standard error over documents)" if documents else ""
 

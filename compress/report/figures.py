@@ -29,7 +29,7 @@ class PerplexityFigures(TypedDict):
 
     perplexity_before: float | None
     perplexity_before_stderr: NotRequired[float | None]
-    """Standard error over documents; None with a single document."""
+    """Standard error over documents, or over the pairs of an encoder-decoder; None with a single one."""
     perplexity_after: float | None
     perplexity_after_stderr: NotRequired[float | None]
     perplexity_ratio: NotRequired[float | None]
@@ -67,6 +67,9 @@ class ModelFigures(PerplexityFigures):
     token_accuracy_before: NotRequired[float | None]
     """Share of correct tokens of an encoder-decoder before; the next field is after."""
     token_accuracy_after: NotRequired[float | None]
+    token_accuracy_before_stderr: NotRequired[float | None]
+    """Standard error over pairs; the next field is after."""
+    token_accuracy_after_stderr: NotRequired[float | None]
     loading_note: NotRequired[str | None]
     """The software that loads the artifact, where transformers alone does not."""
     prediction_note: NotRequired[str]
@@ -280,7 +283,13 @@ class DistillationFigures(TrainingFigures):
     teacher_metric: float | None
     """The teacher's own value of the metric with so many experts; None unless a number is given."""
     response_perplexity_before: float
+    """Perplexity of the responses in the data; its standard error is over examples, and the ratio is paired by example."""
     response_perplexity_after: float
+    response_perplexity_before_stderr: float | None
+    response_perplexity_after_stderr: float | None
+    response_perplexity_ratio: float
+    response_perplexity_ratio_low: float | None
+    response_perplexity_ratio_high: float | None
     response_dtype: str | None
     """Dtype of the weights that wrote responses; None if none were written."""
     time_share: dict[str, float]
@@ -358,7 +367,7 @@ class EvaluateFigures(TypedDict):
     metric: str
     value: float
     value_stderr: float | None
-    """Standard error over documents; None with a single document."""
+    """Standard error over documents, or over the pairs of an encoder-decoder; None with a single one."""
     tokens: int
     documents: int
     """Number of documents that the text's windows are from."""

@@ -65,6 +65,7 @@ TRAIN += ["--validate-every", "3", "--save-every", "2", "--learning-rate", "0.01
 KEYS = (
     "artifact method sparsity experts_before experts_after experts_per_layer parameters_before parameters_after "
     "bytes_before bytes_after perplexity_before perplexity_after token_accuracy_before token_accuracy_after seconds "
+    "perplexity_before_stderr perplexity_after_stderr token_accuracy_before_stderr token_accuracy_after_stderr "
     "peak_memory_bytes ffns selected_experts block_error_per_layer"
 )
 
@@ -146,6 +147,7 @@ def test_experts_that_are_alike_become_dense_without_a_difference(place: Path, o
     full = AutoModelForSeq2SeqLM.from_pretrained(place / "model").eval()
     assert float((transformers_logits(dense, pairs) - transformers_logits(full, pairs)).abs().max()) <= 1e-5
     assert figures["perplexity_after"] == pytest.approx(figures["perplexity_before"], rel=1e-5)
+    assert [figures[f"perplexity_ratio{end}"] for end in ("", "_low", "_high")] == pytest.approx([1.0] * 3, rel=1e-5)
     assert figures["token_accuracy_after"] == figures["token_accuracy_before"]
     assert max(figures["block_error_per_layer"]) < 1e-5 and max(figures["router_weight_error_per_layer"]) < 1e-5
     assert figures["router_weight_per_layer"] == pytest.approx([0.25] * 3)
@@ -279,6 +281,7 @@ def test_the_loss_and_the_measure_leave_padding_out(place: Path, which: str, dis
         for side, block in enumerate(both):
             block.register_forward_hook(lambda module, given, output, key=(name, side): kept[key].append(output[0]))
     entropy, divergence, right, tokens = 0.0, 0.0, 0, 0
+    each: list[tuple[float, int, int]] = []
     for row in rows.tolist():  # rows one by one need no padding
         one = pairs.take(slice(row, row + 1))
         taught = transformers_logits(teacher, one).log_softmax(-1)
@@ -287,6 +290,7 @@ def test_the_loss_and_the_measure_leave_padding_out(place: Path, which: str, dis
         entropy += float(F.cross_entropy(logits, target, reduction="sum"))
         divergence += float((taught.exp() * (taught - logits.log_softmax(-1))).sum())
         right, tokens = right + int((logits.argmax(-1) == target).sum()), tokens + len(target)
+        each.append((entropy, right, tokens))
     layers = 0.0
     for name in distilled:
         sides = [F.layer_norm(torch.cat(kept[name, side]), (32,)) for side in (0, 1)]
@@ -297,6 +301,12 @@ def test_the_loss_and_the_measure_leave_padding_out(place: Path, which: str, dis
     measured = measure(student, pairs.take(rows), checkpoint.config)
     assert measured.token_accuracy == right / tokens
     assert measured.perplexity == pytest.approx(float(torch.tensor(entropy / tokens).exp()), rel=1e-5)
+    by_pair = (measured.summed_P, measured.right_P, measured.tokens_P)
+    for found_P, expected_P in zip(by_pair, zip(*each, strict=True), strict=True):
+        assert found_P.cumsum(0).tolist() == pytest.approx(expected_P, rel=1e-5)
+    drawn = torch.randint(5, (20_000, 5), generator=torch.Generator().manual_seed(3))
+    shares = measured.right_P[drawn].sum(1) / measured.tokens_P[drawn].sum(1)
+    assert measured.token_accuracy_error == pytest.approx(float(shares.std()), rel=0.06)
     plain = PairLoss(student, None, checkpoint, pairs, LossWeights(1.0, 0.0, 0.0))
     assert set(plain(Batch(0, rows, rows, torch.Generator()))) == {"supervised"}
 

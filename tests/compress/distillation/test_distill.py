@@ -95,6 +95,9 @@ def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     if recipe == "sft":
         assert figures["metric_after"] < 0.8 * figures["metric_before"]
     assert all(figures[f"response_perplexity_{when}"] == figures[f"metric_{when}"] for when in ("before", "after"))
+    low, ratio, high = (figures[f"response_perplexity_ratio{end}"] for end in ("_low", "", "_high"))
+    assert ratio == pytest.approx(figures["response_perplexity_after"] / figures["response_perplexity_before"])
+    assert low < ratio < high and figures["response_perplexity_after_stderr"] > 0
     assert ("generation" in figures["time_share"]) == RECIPES[recipe].student_writes
     assert sum(figures["time_share"].values()) == pytest.approx(1.0, abs=0.01)
     assert (figures["perplexity_after"] is None) == (data is PAIRS)

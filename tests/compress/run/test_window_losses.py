@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.run.losses import Losses
+from compress.run.losses import Losses, summed_by_owner
 
 PREDICTIONS = 10
 
@@ -80,3 +80,18 @@ def test_a_useless_model_has_a_finite_perplexity() -> None:
     useless = losses(torch.tensor([1e5, 2e5]))
     error = useless.standard_error(torch.arange(2))
     assert math.isfinite(useless.perplexity) and error is not None and math.isfinite(error)
+
+
+def test_windows_of_different_lengths_weigh_by_their_tokens() -> None:
+    """Losses 1, 1, 1 and 2 of a token, in two windows of 3 and 1 tokens, are the four windows of one token each above."""
+    whole = Losses(torch.tensor([3.0, 2.0], dtype=torch.float64), torch.tensor([3.0, 1.0], dtype=torch.float64))
+    parts, documents = losses(torch.tensor([1.0, 1.0, 1.0, 2.0])), torch.tensor([0, 0, 0, 5])
+    assert whole.perplexity == pytest.approx(parts.perplexity)
+    assert whole.standard_error(torch.arange(2)) == pytest.approx(parts.standard_error(documents))
+    better = Losses(whole.summed_S - torch.tensor([0.3, 0.1]), whole.predictions)
+    assert better.ratio_to(whole, torch.arange(2)) == pytest.approx((math.exp(-0.1),) * 3)
+
+
+def test_values_are_summed_by_owner() -> None:
+    found = summed_by_owner(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([2, 0, 2, 0]), 4)
+    assert found.tolist() == [10.0, 0.0, 5.0, 0.0]
