@@ -18,7 +18,7 @@ from engine.decoder.independence import rows_are_independent
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.generation.generate import Engine, torch_products
-from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice, has_kernels
 
 
 class PagedRunner:
@@ -65,12 +65,24 @@ class PagedRunner:
         choice, rows = self._decoding_kernels, [state for state in states for _ in range(1 + len(state.drafted))]
         tokens = [token for state in states for token in (state.tokens[-1], *state.drafted)]
         ahead = [place for state in states for place in range(1 + len(state.drafted))]
-        with torch_products(len(rows), self._dtype, self._device):
-            hidden_TLD = self._forward(rows, torch.tensor(tokens)[:, None], choice, ahead if any(ahead) else None)
-            logits_TV = self._decoder.logits(hidden_TLD[:, 0], choice)
+        logits = []
+        for own in self._parts(len(rows)):
+            places = ahead[own] if any(ahead) else None
+            with torch_products(len(rows[own]), self._dtype, self._device):
+                hidden_TLD = self._forward(rows[own], torch.tensor(tokens[own])[:, None], choice, places)
+                logits.append(self._decoder.logits(hidden_TLD[:, 0], choice))
         for state in states:  # which drafted tokens stay is not known yet
             self.pool.fill(state.table, state.tokens, len(state.tokens))
-        return logits_TV
+        return torch.cat(logits)
+
+    def _parts(self, rows: int) -> list[slice]:
+        """Return the rows of each pass of a step, in equal parts: as many as the kernels for few rows take, where they sum.
+
+        The kernels for many rows sum in another order, so a sequence would get other bits in more company.
+        """
+        most = COMPILED_MAX_ROWS if has_kernels(self._dtype, self._device) else rows
+        each = -(-rows // -(-rows // most))
+        return [slice(first, first + each) for first in range(0, rows, each)]
 
     def read(self, pieces: Sequence[Piece]) -> Tensor:
         states, starts = [state for state, _ in pieces], [state.table.length for state, _ in pieces]

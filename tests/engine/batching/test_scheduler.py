@@ -128,6 +128,27 @@ def test_sequences_with_a_state_of_their_own_share_nothing(family: str, tmp_path
         scheduler_for(engine, kv_cache_bytes=cache_of(engine, 63), max_batch_size=6, max_model_length=64)
 
 
+@needs_numba
+@needs_pairs
+def test_logits_are_the_same_bits_in_the_company_of_more_than_64(tmp_path: Path) -> None:
+    """The kernels for more than 64 rows sum in another order."""
+    save_model(tmp_path, hidden_size=1024, intermediate_size=2048, num_hidden_layers=1)
+    engine = Engine.open(tmp_path, device="cpu", dtype="bfloat16")
+    engine.end_tokens = frozenset()
+    requests = [Request((5 + place, 7, 9), 24, top_logprobs=4) for place in range(70)]
+    scheduler = scheduler_for(engine, max_batch_size=70, kv_cache_bytes=cache_of(engine, 4096))
+    together = [Served(scheduler, engine, request, number) for number, request in enumerate(requests)]
+    most = 0
+    while scheduler.running or scheduler.waiting:
+        scheduler.step()
+        most = max(most, len(scheduler.running))
+    assert most == 70
+    for request, got in zip(requests[:4], together, strict=False):
+        (alone,) = serve(engine, request)
+        both = [[update.logprobs for update in each.updates] for each in (got, alone)]
+        assert got.tokens == alone.tokens and both[0] == both[1] and len(both[0]) == 24
+
+
 def check_random_schedule(engine: Engine, seed: int, shares: bool) -> None:
     choose = random.Random(seed)
     requests = [random_request(choose) for _ in range(30)]
