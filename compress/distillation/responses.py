@@ -75,10 +75,11 @@ def write_responses(
     """Continue every prompt until an end token, or until prompt and response have `max_length` tokens.
 
     All prompts are continued together, in one batch with one cache, from which finished sequences are removed as they
-    become many. A response has at least one token, and includes its end token.
+    become many. Each has random numbers of its own, which `generator` seeds. A response has at least one token, and includes
+    its end token.
     """
     device = decoder.embedding_VD.device
-    drawn, limits = drawn_from(generator, device), limits_of(prompts, max_length)
+    generators, limits = drawn_from(generator, len(prompts)), limits_of(prompts, max_length)
     spread = processes.is_spread(decoder)
     # All processes of a sharded model must gather it equally often, so they take the same number of steps.
     steps = int(processes.largest(max(limits))) if spread else max(limits)
@@ -88,7 +89,7 @@ def write_responses(
     rows = list(range(len(prompts)))
     while True:
         logits_BV = decoder.last_logits(tokens_BL, _if_padded(real_BP[:, : cache.length + tokens_BL.shape[1]]), cache)
-        next_B = sample(logits_BV, sampling, drawn)
+        next_B = sample(logits_BV, sampling, [generators[row] for row in rows])
         going = []
         for place, token in enumerate(next_B.tolist()):
             response = responses[row := rows[place]]
@@ -106,9 +107,10 @@ def write_responses(
         tokens_BL = next_B[:, None]
 
 
-def drawn_from(generator: torch.Generator, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator on a device, whose seed is the next number of another one."""
-    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
+def drawn_from(generator: torch.Generator, count: int) -> list[torch.Generator]:
+    """Return generators whose seeds are the next numbers of another one."""
+    seeds = torch.randint(2**62, (count,), generator=generator)
+    return [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
 
 
 def limits_of(prompts: Sequence[list[int]], max_length: int) -> list[int]:

@@ -1,7 +1,8 @@
 """A model that writes responses while it is trained: by the compiled kernels where they multiply its weights.
 
 The kernels compute whole steps in bfloat16. A student whose weights have another dtype is copied into bfloat16, and the
-copy is brought up to date before each batch of responses; that costs two bytes for each parameter.
+copy is brought up to date before each batch of responses; that costs two bytes for each parameter. In float32 the kernels
+multiply the matrices of up to 16 sequences, and torch computes the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.checkpoint.checkpoint import computed_dtype
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
 from engine.generation.options import SamplingOptions
-from engine.kernels.kernel_choice import has_kernels, prepare_decoding
+from engine.kernels.kernel_choice import has_float_kernels, has_kernels, prepare_decoding
 from engine.passes import processes
 
 
@@ -46,8 +47,8 @@ class Writer:
         """Return every prompt with its response; see `write_responses`."""
         if not _is_served(self.decoder, self.dtype):
             return write_responses(self.decoder, prompts, max_length, end_tokens, sampling, generator)
-        limits, drawn = limits_of(prompts, max_length), drawn_from(generator)
-        written = continue_together(self._current(), prompts, limits, end_tokens, sampling, drawn)
+        limits, generators = limits_of(prompts, max_length), drawn_from(generator, len(prompts))
+        written = continue_together(self._current(), prompts, limits, end_tokens, sampling, generators)
         return [Example(list(prompt), response) for prompt, response in zip(prompts, written, strict=True)]
 
     def _current(self) -> Decoder:
@@ -87,5 +88,6 @@ def _narrowed(decoder: Decoder) -> Iterator[Tensor]:
 
 
 def _is_served(decoder: Decoder, dtype: torch.dtype) -> bool:
-    """Return whether the kernels write for the model: on a CPU, in one process, in the dtype that they multiply."""
-    return has_kernels(dtype, decoder.device) and not processes.is_spread(decoder)
+    """Return whether the kernels write for the model: on a CPU, in one process, in a dtype that they multiply."""
+    is_multiplied = has_kernels(dtype, decoder.device) or has_float_kernels(dtype, decoder.device)
+    return is_multiplied and not processes.is_spread(decoder)

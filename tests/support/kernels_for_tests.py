@@ -23,8 +23,8 @@ def needs_kernels(feature: str, reason: str) -> pytest.MarkDecorator:
 
 needs_integers = needs_kernels("MULTIPLIES_INTEGERS", "this processor does not multiply low-bit matrices as integers")
 needs_pairs = needs_kernels("MULTIPLIES_BFLOAT16", "this processor does not multiply pairs of bfloat16")
-WITHOUT_AVX512 = r"(?:avx512|amx)\w*"
-"""A pattern of what processors with AVX2 alone lack."""
+LACKING = {"AVX2 alone": r"(?:avx512|amx)\w*", "AVX-512 without BF16": r"(?:avx512bf16|amx)\w*"}
+"""Patterns of the features that older processors lack, by what these have."""
 
 
 def passed_without(features: str, *arguments: str) -> str:
@@ -35,5 +35,5 @@ def passed_without(features: str, *arguments: str) -> str:
     environment = os.environ | {"NUMBA_CPU_NAME": NAME, "NUMBA_CPU_FEATURES": left, "COMPRESS_KERNELS": "compiled"}
     command = [sys.executable, "-m", "pytest", "-q", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-1000:]
     return done.stdout

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
-from kernels_for_tests import WITHOUT_AVX512, kernels, needs_integers, passed_without
+from kernels_for_tests import kernels, needs_integers, passed_without
 from packages_for_tests import needs_numba
 
 from engine.kernels.kernel_choice import DECODING
@@ -52,12 +51,3 @@ def test_products_of_3_bits() -> None:
 @pytest.mark.slow
 def test_processors_without_shifts_of_bytes_multiply_3_bits() -> None:
     assert "1 passed" in passed_without(LACKING[1:], f"{__file__}::test_products_of_3_bits")
-
-
-@needs_integers
-@pytest.mark.slow
-def test_low_bits_need_no_avx512() -> None:
-    """As on processors with AVX2 alone, where bytes are multiplied in pairs."""
-    of_products = str(Path(__file__).parents[1] / "test_linear.py")
-    chosen = ("-m", "not slow", "-k", "bits or low_bit or widths")
-    assert " passed" in passed_without(WITHOUT_AVX512, *chosen, of_products, __file__)
