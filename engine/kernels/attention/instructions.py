@@ -24,19 +24,21 @@ from engine.kernels.compiler.instructions import (
     INTS,
     LANES,
     SHORT,
+    SHORTS,
     add_pairs,
     add_product,
     added_up,
     added_up_in_lanes,
     at,
     fetch,
+    joined,
     load,
     loop,
     many,
     repeated,
     widened,
 )
-from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
+from engine.kernels.compiler.processor import IS_ARM, MULTIPLIES_BFLOAT16
 
 _WIDE = 2 * LANES
 
@@ -155,6 +157,9 @@ def _paired(builder: Any, low: Any, high: Any) -> Any:
 def _neighbors(builder: Any, address: Any) -> Any:
     """Return 32 signed bytes as pairs of bfloat16, each value and the next one."""
     low, high = (_floats_of_bytes(builder, builder.add(address, INDEX(half)), LANES) for half in (0, LANES))
+    if IS_ARM:
+        upper = (builder.lshr(builder.bitcast(half, INTS), ir.Constant(INTS, [16] * LANES)) for half in (low, high))
+        return builder.bitcast(joined(builder, [builder.trunc(half, SHORTS) for half in upper]), INTS)
     narrowed = ir.FunctionType(INTS, [FLOATS, FLOATS])
     return builder.asm(narrowed, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], False)
 

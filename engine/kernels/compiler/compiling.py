@@ -87,6 +87,10 @@ class Kernel:
                 function.compile()  # takes the code from disk if another process has compiled it in the meantime
                 self._has_code = True
 
+    def assembly(self) -> str:
+        """Return the kernel's assembly code, compiled anew."""
+        return str(self._function._compile_uncached().library.get_asm_str())
+
     @property
     def is_kept(self) -> bool:
         """Return whether the kernel is loaded, or lies on disk ready to be loaded."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.compiler.processor import WIDENS_HALVES
+from engine.kernels.compiler.processor import IS_ARM, MIXES_SIGNS, WIDENS_HALVES
 
 LANES = 16
 """Number of float32 values in a vector register."""
@@ -188,15 +188,66 @@ def add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
 
 def add_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """Return total + the products of pairs of bfloat16 (AVX512-BF16). Each lane gets the sum of two products."""
+    """Return total + the products of pairs of bfloat16 (AVX512-BF16, or BFDOT of ARM). Each lane gets the sum of two."""
+    if IS_ARM:
+        return _by_fours(builder, "bfdot.v4f32.v8bf16", ir.VectorType(_BFloat(), 8), total, a, b)
     dot = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
     return builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, a, b], False)
 
 
 def add_quadruples(builder: Any, total: Any, unsigned: Any, signed: Any, lanes: Any) -> Any:
-    """Return total + the products of bytes (AVX512-VNNI). Each lane of 32 bits gets the sum of four products."""
+    """Return total + the products of bytes (AVX512-VNNI, or dot products of ARM): in each lane, the sum of four."""
+    if MIXES_SIGNS:
+        return _by_fours(builder, "usdot.v4i32.v16i8", ir.VectorType(BYTE, 16), total, unsigned, signed)
+    if IS_ARM:  # u · s = (u − 128) · s + 64 · s + 64 · s, where all factors are signed bytes
+        moved = builder.xor(unsigned, ir.Constant(lanes, [-0x7F7F7F80] * lanes.count))
+        half = ir.Constant(lanes, [0x40404040] * lanes.count)
+        for factor in (moved, half, half):
+            total = _by_fours(builder, "sdot.v4i32.v16i8", ir.VectorType(BYTE, 16), total, factor, signed)
+        return total
     dot = ir.FunctionType(lanes, [lanes] * 3)
     return builder.asm(dot, "vpdpbusd $3, $2, $0", "=v,0,v,v", [total, unsigned, signed], False)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's type of a bfloat16, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self))
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+def _by_fours(builder: Any, instruction: str, taken: Any, total: Any, a: Any, b: Any) -> Any:
+    """Return what an instruction of ARM makes of each four lanes of 32 bits: of those of `total`, a and b.
+
+    taken: the type that it takes for those of a and b.
+    """
+    made, name = [], f"llvm.aarch64.neon.{instruction}"
+    for part, *factors in cut(builder, 4, total, a, b):
+        kind = ir.FunctionType(part.type, [part.type, taken, taken])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        made.append(builder.call(function, [part, *(builder.bitcast(factor, taken) for factor in factors)]))
+    return joined(builder, made)
+
+
+def cut(builder: Any, size: int, *vectors: Any) -> list[tuple[Any, ...]]:
+    """Return parts of `size` numbers of each vector."""
+    starts = range(0, vectors[0].type.count, size)
+    places = [ir.Constant(ir.VectorType(INT, size), [*range(first, first + size)]) for first in starts]
+    return [tuple(builder.shuffle_vector(each, each, place) for each in vectors) for place in places]
+
+
+def joined(builder: Any, vectors: list[Any]) -> Any:
+    """Return one vector of the numbers of 1, 2, 4, … vectors."""
+    while len(vectors) > 1:
+        places = ir.Constant(ir.VectorType(INT, 2 * vectors[0].type.count), [*range(2 * vectors[0].type.count)])
+        vectors = [builder.shuffle_vector(*pair, places) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
 
 
 def pairs_of_words(builder: Any, a: Any, b: Any) -> Any:

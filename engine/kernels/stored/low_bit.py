@@ -1,9 +1,9 @@
 """Matrices of 8, 4, 3 or 2 bits times a few vectors, and conversion of such matrices to bfloat16.
 
 A weight is scale · (stored − 2^(bits−1)), with one bfloat16 scale for each group of 32, 64 or 128 weights. Each 32 values of
-a vector are rounded to 8 bits and share a scale (rounded_vectors.py), so that processors with AVX512-VNNI multiply four
-pairs of integers in a lane at once, and those with AVX2 two. The stored values are multiplied as unsigned integers, and the
-offset times the vector's sums is subtracted at the end.
+a vector are rounded to 8 bits and share a scale (rounded_vectors.py), so that processors with AVX512-VNNI or ARM's dot
+products multiply four pairs of integers in a lane at once, and those with AVX2 two. The stored values are multiplied as
+unsigned integers, and the offset times the vector's sums is subtracted at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine.kernels.compiler.instructions import (
     BYTE,
     FLOAT,
     FLOATS,
+    IN_ORDER,
     INDEX,
     INT,
     LANES,
@@ -29,8 +30,10 @@ from engine.kernels.compiler.instructions import (
     add_quadruples,
     added_up,
     at,
+    cut,
     fetch,
     in_fours,
+    joined,
     load,
     loop,
     many,
@@ -131,11 +134,13 @@ class _MatrixRow:
         )
         made = []
         for r in range(rows):
-            sum_of_16 = builder.fsub(builder.fadd(long[3 * r], long[3 * r + 1]), long[3 * r + 2])
+            sum_of_16 = builder.fadd(long[3 * r], long[3 * r + 1], flags=IN_ORDER)
+            sum_of_16 = builder.fsub(sum_of_16, long[3 * r + 2], flags=IN_ORDER)
             lanes = [*range(few), *[few] * (LANES - few)]
             filled = builder.shuffle_vector(short[2 * r], few_zeros, ir.Constant(ir.VectorType(INT, LANES), lanes))
             taken_off = builder.insert_element(zero, short[2 * r + 1], INT(0))
-            made.append(builder.fadd(sum_of_16, builder.fsub(filled, taken_off)))
+            rest = builder.fsub(filled, taken_off, flags=IN_ORDER)
+            made.append(builder.fadd(sum_of_16, rest, flags=IN_ORDER))
         return made
 
     def _chunk(self, vectors: list[_Rounded], index: Any, sums: list[Any]) -> list[Any]:
@@ -143,7 +148,7 @@ class _MatrixRow:
         builder, bits = self._builder, self._bits
         unit = UNIT[bits]
         scales_of_16 = self._scales_from(index, LANES)
-        own = [builder.fmul(scales_of_16, vector.scales(index, LANES)) for vector in vectors]
+        own = [builder.fmul(scales_of_16, vector.scales(index, LANES), flags=IN_ORDER) for vector in vectors]
         sums = list(sums)
         for r, vector in enumerate(vectors):
             sums[3 * r + 2] = add_product(builder, sums[3 * r + 2], scales_of_16, vector.offsets(index, LANES))
@@ -169,12 +174,12 @@ class _MatrixRow:
         stored = unit_of_row(builder, builder.add(self._weights, parts(builder, index, 8, bits)), bits)
         zeros, lanes = ir.Constant(scales.type, [0.0] * count), [*range(count), *[count] * (LANES - count)]
         for r, vector in enumerate(vectors):
-            own = builder.fmul(scales, vector.scales(index, count))
+            own = builder.fmul(scales, vector.scales(index, count), flags=IN_ORDER)
             each = spread(builder, own, 0, LANES // count, LANES)
             sums[3 * r] = add_product(builder, sums[3 * r], vector.dots(index, stored, bits), each)
-            taken_off = builder.fmul(scales, vector.offsets(index, count))
+            taken_off = builder.fmul(scales, vector.offsets(index, count), flags=IN_ORDER)
             filled = builder.shuffle_vector(taken_off, zeros, ir.Constant(ir.VectorType(INT, LANES), lanes))
-            sums[3 * r + 2] = builder.fadd(sums[3 * r + 2], filled)
+            sums[3 * r + 2] = builder.fadd(sums[3 * r + 2], filled, flags=IN_ORDER)
         return sums
 
     def _rest(self, vectors: list[_Rounded], index: Any, sums: list[Any]) -> list[Any]:
@@ -184,7 +189,7 @@ class _MatrixRow:
         stored = rest_of_row(builder, builder.add(self._weights, parts(builder, index, 8, bits)), bits)
         made = []
         for r, vector in enumerate(vectors):
-            own = repeated(builder, builder.fmul(scale, vector.scales(index, 1)), self._lanes)
+            own = repeated(builder, builder.fmul(scale, vector.scales(index, 1), flags=IN_ORDER), self._lanes)
             made.append(add_product(builder, sums[2 * r], vector.dots(index, stored, bits), own))
             made.append(add_product(builder, sums[2 * r + 1], scale, vector.offsets(index, 1)))
         return made
@@ -266,23 +271,10 @@ class _Rounded:
             return self._added(builder.mul(builder.zext(weights, wide), builder.sext(values, wide)), 4)
         if bits < 8 and size >= 32:
             ones = ir.Constant(ir.VectorType(SHORT, 16), [1] * 16)
-            pairs = [pairs_of_bytes(builder, *both) for both in self._cut(32, weights, values)]
-            return self._joined([pairs_of_words(builder, each, ones) for each in pairs])
-        both = self._cut(16, builder.zext(weights, words), builder.sext(values, words))
-        return self._added(self._joined([pairs_of_words(builder, *each) for each in both]), 2)
-
-    def _cut(self, size: int, *vectors: Any) -> list[tuple[Any, ...]]:
-        """Return parts of `size` numbers of each vector."""
-        starts = range(0, vectors[0].type.count, size)
-        places = [ir.Constant(ir.VectorType(INT, size), [*range(first, first + size)]) for first in starts]
-        return [tuple(self._builder.shuffle_vector(each, each, place) for each in vectors) for place in places]
-
-    def _joined(self, vectors: list[Any]) -> Any:
-        while len(vectors) > 1:
-            places = ir.Constant(ir.VectorType(INT, 2 * vectors[0].type.count), [*range(2 * vectors[0].type.count)])
-            pairs = zip(vectors[::2], vectors[1::2], strict=True)
-            vectors = [self._builder.shuffle_vector(*pair, places) for pair in pairs]
-        return vectors[0]
+            pairs = [pairs_of_bytes(builder, *both) for both in cut(builder, 32, weights, values)]
+            return joined(builder, [pairs_of_words(builder, each, ones) for each in pairs])
+        both = cut(builder, 16, builder.zext(weights, words), builder.sext(values, words))
+        return self._added(joined(builder, [pairs_of_words(builder, *each) for each in both]), 2)
 
     def _added(self, numbers: Any, count: int) -> Any:
         """Return the sums of each `count` neighboring integers."""
