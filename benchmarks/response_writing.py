@@ -3,18 +3,22 @@
     python benchmarks/response_writing.py [--rounds 5] [--prompts 16] [--lengths 160,512]
 
 The students are the demo model, a mixture, and a dense model of its most used experts, both in float32 as they are trained.
-Both ways write for the same prompts, in turn, with a sampling temperature of 1 and no end token, so that both write equally
+The ways write for the same prompts, in turn, with a sampling temperature of 1 and no end token, so that all write equally
 many tokens: all prompts have 96 tokens at most and go up to the length of the row. The bfloat16 copy of the weights is
-brought up to date in every round, as in training.
+brought up to date in every round, as in training. `paged_float32` is the way of the kernels in float32, where they multiply
+matrices alone and torch computes the attention of each sequence; training does not take it.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,17 @@ from results import ROOT, markdown, save, times
 from torch import Tensor
 
 from calibrate.batches import calibration_texts
+from calibrate.instructions import Example
 from calibrate.options import CalibrationOptions
+from compress.distillation.responses import limits_of, numbers_of
 from compress.distillation.writer import Writer
+from engine.batching.together import continue_together
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
 from engine.generation.options import SamplingOptions
+from engine.kernels.kernel_choice import prepare_decoding
 
 LONGEST_PROMPT = 96
 
@@ -45,7 +53,26 @@ def prompts_of(tokens_SL: Tensor) -> list[list[int]]:
     return [row[: LONGEST_PROMPT - 2 * number].tolist() for number, row in enumerate(tokens_SL)]
 
 
-def written(writer: Writer, prompts: list[list[int]], length: int) -> tuple[int, float]:
+Way = Callable[..., list[Example]]
+
+
+def paged(
+    student: Decoder,
+    prompts: Sequence[list[int]],
+    length: int,
+    ends: Collection[int],
+    sampling: SamplingOptions,
+    generator: torch.Generator,
+) -> list[Example]:
+    """Return responses through the paged cache, in the student's own dtype."""
+    student.weights_changed()
+    prepare_decoding(student.dtype, student.device, student.kernels_needed)
+    limits = limits_of(prompts, length)
+    responses = continue_together(student, prompts, limits, ends, sampling, numbers_of(generator, limits))
+    return [Example(list(prompt), response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def written(writer: Way, prompts: list[list[int]], length: int) -> tuple[int, float]:
     """Return the number of tokens of responses and the seconds that they took."""
     started = time.perf_counter()
     examples = writer(prompts, length, (), SamplingOptions(temperature=1.0), torch.Generator().manual_seed(0))
@@ -53,8 +80,9 @@ def written(writer: Writer, prompts: list[list[int]], length: int) -> tuple[int,
 
 
 def measured(student: Decoder, prompts: list[list[int]], length: int, rounds: int) -> dict[str, Any]:
-    """Return tokens a second of both ways in each round."""
-    writers = {"compiled": Writer(student, torch.bfloat16), "torch": Writer(student)}
+    """Return tokens a second of each way in each round."""
+    compiled = Writer(student, torch.bfloat16)
+    writers: dict[str, Way] = {"compiled": compiled, "torch": Writer(student), "paged_float32": partial(paged, student)}
     for writer in writers.values():
         written(writer, prompts[:2], length)
     found: dict[str, list[float]] = {name: [] for name in writers}
@@ -62,7 +90,7 @@ def measured(student: Decoder, prompts: list[list[int]], length: int, rounds: in
         for name, writer in writers.items():
             tokens, seconds = written(writer, prompts, length)
             found[name].append(tokens / seconds)
-    return {"length": length, "dtype": str(writers["compiled"].dtype), **found}
+    return {"length": length, "dtype": str(compiled.dtype), **found}
 
 
 def main() -> None:
@@ -89,20 +117,19 @@ def main() -> None:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return a row for each student and length."""
+    """Return a row for each student and length; rows that were made without the kernels of float32 have none."""
     rows = []
     for row in figures["rows"]:
-        new, old = (sorted(row[name])[len(row[name]) // 2] for name in ("compiled", "torch"))
-        ratio = times(new / old, row["compiled"], row["torch"])
-        rows.append([row["student"], str(row["length"]), f"{new:,.0f}", f"{old:,.0f}", ratio])
-    header = [
-        "student",
-        "tokens with the prompt",
-        "compiled: tokens/s",
-        "torch: tokens/s",
-        "ratio (range)",
-    ]
-    about = "compiled in bfloat16 and torch in float32; medians of rounds in turn"
+        of_torch = statistics.median(row["torch"])
+        cells = [row["student"], str(row["length"]), f"{of_torch:,.0f}"]
+        for name in ("compiled", "paged_float32"):
+            made = row.get(name)
+            ratio = times(statistics.median(made) / of_torch, made, row["torch"]) if made else "–"
+            cells += [f"{statistics.median(made):,.0f}" if made else "–", ratio]
+        rows.append(cells)
+    header = ["student", "tokens with the prompt", "torch: tokens/s", "bfloat16: tokens/s", "ratio (range)"]
+    header += ["float32, not taken: tokens/s", "ratio (range)"]
+    about = "kernels in bfloat16 and in float32, beside torch in float32; medians of rounds in turn"
     return f"{figures['prompts']} prompts at a time, {about}.\n\n{markdown(header, rows)}"
 
 

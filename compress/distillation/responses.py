@@ -75,21 +75,23 @@ def write_responses(
     """Continue every prompt until an end token, or until prompt and response have `max_length` tokens.
 
     All prompts are continued together, in one batch with one cache, from which finished sequences are removed as they
-    become many. Each has random numbers of its own, which `generator` seeds. A response has at least one token, and includes
-    its end token.
+    become many. Each has random numbers of its own (`numbers_of`). A response has at least one token, and includes its end
+    token.
     """
     device = decoder.embedding_VD.device
-    generators, limits = drawn_from(generator, len(prompts)), limits_of(prompts, max_length)
+    limits = limits_of(prompts, max_length)
+    numbers_BL = numbers_of(generator, limits)
     spread = processes.is_spread(decoder)
     # All processes of a sharded model must gather it equally often, so they take the same number of steps.
     steps = int(processes.largest(max(limits))) if spread else max(limits)
     tokens_BL, real_BP = (tensor.to(device) for tensor in left_padded(prompts, steps))
     cache = KeyValueCache(decoder.config, len(prompts), real_BP.shape[1], decoder.embedding_VD.dtype, device)
     responses: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(len(prompts)))
+    rows, step = list(range(len(prompts))), 0
     while True:
         logits_BV = decoder.last_logits(tokens_BL, _if_padded(real_BP[:, : cache.length + tokens_BL.shape[1]]), cache)
-        next_B = sample(logits_BV, sampling, [generators[row] for row in rows])
+        next_B = sample(logits_BV, sampling, numbers_BL[rows, step])
+        step = min(step + 1, numbers_BL.shape[1] - 1)
         going = []
         for place, token in enumerate(next_B.tolist()):
             response = responses[row := rows[place]]
@@ -107,10 +109,10 @@ def write_responses(
         tokens_BL = next_B[:, None]
 
 
-def drawn_from(generator: torch.Generator, count: int) -> list[torch.Generator]:
-    """Return generators whose seeds are the next numbers of another one."""
-    seeds = torch.randint(2**62, (count,), generator=generator)
-    return [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+def numbers_of(generator: torch.Generator, limits: Sequence[int]) -> Tensor:
+    """Return a uniform number for each token of each response, float64 [B, L], by a seed that the generator draws."""
+    own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
+    return torch.rand(max(limits), len(limits), dtype=torch.float64, generator=own).T
 
 
 def limits_of(prompts: Sequence[list[int]], max_length: int) -> list[int]:

@@ -1,8 +1,9 @@
 """A model that writes responses while it is trained: by the compiled kernels where they multiply its weights.
 
 The kernels compute whole steps in bfloat16. A student whose weights have another dtype is copied into bfloat16, and the
-copy is brought up to date before each batch of responses; that costs two bytes for each parameter. In float32 the kernels
-multiply the matrices of up to 16 sequences, and torch computes the rest.
+copy is brought up to date before each batch of responses; that costs two bytes for each parameter. In float32 torch writes
+in one batch: the kernels of float32 multiply matrices alone, and a batch whose attention torch computes sequence by sequence
+is slower for dense students and long responses (benchmarks/response_writing.py).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from calibrate.instructions import Example
-from compress.distillation.responses import drawn_from, limits_of, write_responses
+from compress.distillation.responses import limits_of, numbers_of, write_responses
 from engine.batching.together import continue_together
 from engine.checkpoint.checkpoint import computed_dtype
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
 from engine.generation.options import SamplingOptions
-from engine.kernels.kernel_choice import has_float_kernels, has_kernels, prepare_decoding
+from engine.kernels.kernel_choice import has_kernels, prepare_decoding
 from engine.passes import processes
 
 
@@ -47,8 +48,9 @@ class Writer:
         """Return every prompt with its response; see `write_responses`."""
         if not _is_served(self.decoder, self.dtype):
             return write_responses(self.decoder, prompts, max_length, end_tokens, sampling, generator)
-        limits, generators = limits_of(prompts, max_length), drawn_from(generator, len(prompts))
-        written = continue_together(self._current(), prompts, limits, end_tokens, sampling, generators)
+        limits = limits_of(prompts, max_length)
+        numbers_BL = numbers_of(generator, limits)
+        written = continue_together(self._current(), prompts, limits, end_tokens, sampling, numbers_BL)
         return [Example(list(prompt), response) for prompt, response in zip(prompts, written, strict=True)]
 
     def _current(self) -> Decoder:
@@ -88,6 +90,5 @@ def _narrowed(decoder: Decoder) -> Iterator[Tensor]:
 
 
 def _is_served(decoder: Decoder, dtype: torch.dtype) -> bool:
-    """Return whether the kernels write for the model: on a CPU, in one process, in a dtype that they multiply."""
-    is_multiplied = has_kernels(dtype, decoder.device) or has_float_kernels(dtype, decoder.device)
-    return is_multiplied and not processes.is_spread(decoder)
+    """Return whether the kernels write for the model: on a CPU, in one process, in the dtype of their whole steps."""
+    return has_kernels(dtype, decoder.device) and not processes.is_spread(decoder)

@@ -35,8 +35,8 @@ class _Sequence:
     prompt: Sequence[int]
     limit: int
     """Most tokens that follow."""
-    generator: torch.Generator
-    """Its random numbers."""
+    row: int
+    """Its row of the random numbers."""
     written: list[int] = field(default_factory=list)
     table: BlockTable = field(default_factory=BlockTable)
     """Its blocks of the cache, which do not hold the last token yet."""
@@ -54,17 +54,17 @@ def continue_together(
     limits: Sequence[int],
     end_tokens: Collection[int],
     sampling: SamplingOptions,
-    generators: Sequence[torch.Generator],
+    numbers_BL: Tensor,
     max_batch_size: int = COMPILED_MAX_ROWS,
 ) -> list[list[int]]:
     """Return what follows each prompt: up to an end token, which is included, or so many tokens as its limit.
 
-    Each prompt has at least one token, and each limit is at least 1. generators: of the random numbers of each prompt,
-    so that its tokens do not depend on the other prompts. max_batch_size: sequences that go on at a time. Raises
-    CheckpointError if a logit is NaN or infinite.
+    Each prompt has at least one token, and each limit is at least 1. numbers_BL: the uniform number, float64, that each
+    token is drawn by, so that it does not depend on the other prompts. max_batch_size: sequences that go on at a time.
+    Raises CheckpointError if a logit is NaN or infinite.
     """
     assert all(prompts), "a prompt has no tokens"
-    sequences = list(map(_Sequence, prompts, limits, generators))
+    sequences = list(map(_Sequence, prompts, limits, range(len(prompts))))
     batch = min(max_batch_size, len(sequences))
     reader = _Reader(decoder, batch, max((each.longest for each in sequences), default=1))
     waiting, going = deque(sequences), list[_Sequence]()
@@ -73,7 +73,8 @@ def continue_together(
         logits = [reader.next(going)] if going else []
         logits += [reader.prompts(group) for group in _groups(added, reader.reads_together)]
         going += added
-        drawn_B = sample(torch.cat(logits), sampling, [each.generator for each in going])
+        rows, places = ([each.row for each in going], [len(each.written) for each in going])
+        drawn_B = sample(torch.cat(logits), sampling, numbers_BL[rows, places])
         for each, token in zip(going, drawn_B.tolist(), strict=True):
             each.written.append(token)
             if token in end_tokens or len(each.written) >= each.limit:

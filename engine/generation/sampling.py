@@ -29,26 +29,17 @@ LEAST_TEMPERATURE = 1e-5
 """Smallest temperature that is divided by: below it only exact ties could be sampled, and the quotient may overflow."""
 
 
-Generators = torch.Generator | Sequence[torch.Generator]
-"""Random numbers of all rows, in their order, or of each row by itself."""
-
-
-def sample(logits_BV: Tensor, options: SamplingOptions, generators: Generators) -> Tensor:
+def sample(logits_BV: Tensor, options: SamplingOptions, numbers: torch.Generator | Tensor) -> Tensor:
     """Return the next token of each row, int64 [B], drawn from `probabilities` by one random number for each row.
 
-    Raises CheckpointError if a logit is NaN or infinite.
+    numbers: a generator of these, or uniform numbers, float64 [B]. Raises CheckpointError if a logit is NaN or infinite.
     """
     if options.temperature < LEAST_TEMPERATURE:
         return largest(_finite(logits_BV))
     shares_BV = probabilities(logits_BV, options)
-    return drawn(shares_BV, _uniforms(generators, len(shares_BV)).to(shares_BV.device))
-
-
-def _uniforms(generators: Generators, rows: int) -> Tensor:
-    """Return a uniform number for each row, float64 [B, 1]."""
-    if isinstance(generators, torch.Generator):
-        return torch.rand(rows, 1, dtype=torch.float64, generator=generators, device=generators.device)
-    return torch.stack([torch.rand(1, dtype=torch.float64, generator=each, device=each.device) for each in generators])
+    if isinstance(numbers, torch.Generator):
+        numbers = torch.rand(len(shares_BV), dtype=torch.float64, generator=numbers, device=numbers.device)
+    return drawn(shares_BV, numbers.to(shares_BV.device)[:, None])
 
 
 def drawn(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:

@@ -132,11 +132,6 @@ def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and device.type == "cpu" and _load_kernels() is not None
 
 
-def has_float_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the compiled kernels multiply matrices in this dtype, float32 or float16. This loads them."""
-    return dtype in FLOATS and device.type == "cpu" and _load_for_floats(dtype) is not None
-
-
 def block_types_multiplied(dtype: torch.dtype, device: torch.device) -> Container[str]:
     """Return the types of GGUF's blocks and of packed floats that the kernels multiply as they are stored; none without
     kernels.

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, MOE_FAMILIES, others_slow, save_reference
-from packages_for_tests import needs_numba
 
-from compress.distillation import writer as writer_module
-from compress.distillation.responses import write_responses
+from compress.distillation.responses import limits_of, numbers_of, write_responses
 from compress.distillation.writer import Writer, copy_in
+from engine.batching.together import continue_together
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.generation.options import SamplingOptions
@@ -40,21 +39,17 @@ def written(writer: Writer, seed: int = 1, sampling: SamplingOptions = FREE) -> 
     return [example.response for example in examples]
 
 
-@needs_numba
-def test_the_kernels_of_float32_write_what_the_plain_path_writes(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of different lengths, responses that end before others, and one long enough to be left alone."""
-    monkeypatch.setenv("COMPRESS_KERNELS", "compiled")
-    decoder, prompts = loaded(mixtral, torch.float32), [*PROMPTS, [14] * 20, [15, 16]]
-    calls: list[int] = []
-    together = writer_module.continue_together
-    monkeypatch.setattr(writer_module, "continue_together", lambda *given: calls.append(len(given[1])) or together(*given))
+def test_both_ways_of_writing_draw_the_same_tokens_in_float32(mixtral: Path) -> None:
+    """In one batch and through the paged cache: prompts of different lengths, and responses that end before others."""
+    decoder, prompts, ends = loaded(mixtral, torch.float32), [*PROMPTS, [14] * 20, [15, 16]], {17, 40, 41, 60}
     for seed in range(3):
-        generator, other = (torch.Generator().manual_seed(seed) for _ in range(2))
-        plain = write_responses(decoder, prompts, 40, {17, 40, 41, 60}, FREE, generator)
-        writer = Writer(decoder)
-        assert writer(prompts, 40, {17, 40, 41, 60}, FREE, other) == plain and writer.dtype == torch.float32
-        assert len({len(each.response) for each in plain}) > 1
-    assert calls == [5] * 3
+        limits = limits_of(prompts, 40)
+        numbers_BL = numbers_of(torch.Generator().manual_seed(seed), limits)
+        plain = write_responses(decoder, prompts, 40, ends, FREE, torch.Generator().manual_seed(seed))
+        paged = continue_together(decoder, prompts, limits, ends, FREE, numbers_BL, max_batch_size=3)
+        assert paged == [example.response for example in plain]
+        assert len({len(response) for response in paged}) > 1
+    assert Writer(decoder)(prompts, 40, ends, FREE, torch.Generator().manual_seed(2)) == plain
 
 
 def test_a_copy_writes_what_the_model_in_bfloat16_writes(mixtral: Path) -> None:
@@ -96,7 +91,6 @@ def test_a_copy_computes_what_a_model_loaded_in_its_dtype_computes(family: str, 
 
 def test_without_kernels_a_model_writes_in_its_own_dtype(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "_load_kernels", lambda: None)
-    monkeypatch.setattr(kernel_choice, "_load_for_floats", lambda dtype: None)
     decoder = loaded(mixtral, torch.float32)
     writer = Writer(decoder, torch.bfloat16)
     plain = write_responses(decoder, PROMPTS, 12, (), FREE, torch.Generator().manual_seed(1))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MOE_FAMILIES, save_reference
+from torch import Tensor
 
 from engine.batching import together
 from engine.batching.together import continue_together
@@ -27,8 +28,8 @@ def loaded(directory: Path, family: str, dtype: torch.dtype = torch.float32) -> 
     return Decoder(checkpoint.config, checkpoint.source(dtype))
 
 
-def generators(seed: int = 0) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(5 * seed + place) for place in range(5)]
+def numbers(seed: int = 0) -> Tensor:
+    return torch.rand(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -46,21 +47,21 @@ def test_greedy_tokens_equal_those_written_alone(family: str, batch: int, tmp_pa
     """In float32; with a batch of two, prompts wait for a place."""
     decoder = loaded(tmp_path, family)
     expected = [alone(decoder, prompt, limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
-    assert continue_together(decoder, PROMPTS, LIMITS, (), GREEDY, generators(), batch) == expected
+    assert continue_together(decoder, PROMPTS, LIMITS, (), GREEDY, numbers(), batch) == expected
     end = expected[2][1]
     ended = [alone(decoder, prompt, limit, end) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
-    assert continue_together(decoder, PROMPTS, LIMITS, {end}, GREEDY, generators(), batch) == ended
+    assert continue_together(decoder, PROMPTS, LIMITS, {end}, GREEDY, numbers(), batch) == ended
 
 
 def test_prompts_are_read_in_groups_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = loaded(tmp_path, "mixtral")
     sizes: list[tuple[int, ...]] = []
     decoder.watch = lambda x_BLD: sizes.append(tuple(x_BLD.shape[:2]))
-    whole = continue_together(decoder, PROMPTS, LIMITS, (), GREEDY, generators())
+    whole = continue_together(decoder, PROMPTS, LIMITS, (), GREEDY, numbers())
     assert sizes[0] == (1, sum(map(len, PROMPTS)))
     monkeypatch.setattr(together, "MOST_TOKENS", 6)
     sizes.clear()
-    assert continue_together(decoder, PROMPTS, LIMITS, (), GREEDY, generators()) == whole
+    assert continue_together(decoder, PROMPTS, LIMITS, (), GREEDY, numbers()) == whole
     assert sizes[:3] == [(1, 4), (1, 5), (1, 6)]
 
 
@@ -73,7 +74,7 @@ def test_blocks_of_ended_sequences_are_given_back(tmp_path: Path, monkeypatch: p
         made(self, count, block_size, shares)
 
     monkeypatch.setattr(BlockPool, "__init__", noted)
-    continue_together(loaded(tmp_path, "mixtral"), PROMPTS, LIMITS, (), GREEDY, generators(), 2)
+    continue_together(loaded(tmp_path, "mixtral"), PROMPTS, LIMITS, (), GREEDY, numbers(), 2)
     (pool,) = pools
     assert pool.unused == pool.count == 2, "a block of 32 positions for each of two sequences"
 
@@ -82,17 +83,17 @@ def test_compiled_kernels_continue_as_the_same_weights_do_alone(tmp_path: Path) 
     """In bfloat16, where near ties may round the other way: most tokens are equal, and every run gives the same."""
     decoder = loaded(tmp_path, "mixtral", torch.bfloat16)
     expected = [alone(decoder, prompt, 8) for prompt in PROMPTS]
-    found = continue_together(decoder, PROMPTS, [8] * 5, (), GREEDY, generators())
-    assert found == continue_together(decoder, PROMPTS, [8] * 5, (), GREEDY, generators())
+    found = continue_together(decoder, PROMPTS, [8] * 5, (), GREEDY, numbers())
+    assert found == continue_together(decoder, PROMPTS, [8] * 5, (), GREEDY, numbers())
     first = [own[0] == other[0] for own, other in zip(found, expected, strict=True)]
     assert sum(first) >= 4
 
 
-def test_sampled_tokens_depend_on_the_sequence_and_its_generator_alone(tmp_path: Path) -> None:
+def test_sampled_tokens_depend_on_the_sequence_and_its_numbers_alone(tmp_path: Path) -> None:
     decoder = loaded(tmp_path, "mixtral")
 
     def written(seed: int, batch: int = 64, limits: list[int] | None = None) -> list[list[int]]:
-        return continue_together(decoder, PROMPTS, limits or [9] * 5, (), FREE, generators(seed), batch)
+        return continue_together(decoder, PROMPTS, limits or [9] * 5, (), FREE, numbers(seed), batch)
 
     whole = written(1)
     assert whole == written(1) == written(1, batch=2) != written(2)
