@@ -24,47 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from methods import MODELS, SEQUENCES_AT_ONCE, Cell, default_scope, prunings, train_second_model
+from held_out import LENGTH, MODELS, WINDOWS, window_losses, windows_of
+from methods import Cell, default_scope, prunings, train_second_model
 from results import RESULTS, markdown, remember, remembered, save
 from torch import Tensor
 
 from compress.methods import DEFAULT_GRANULARITY, DEFAULT_METHODS
 from compress.run.losses import Losses
-from compress.training.losses import next_token_loss
 
 DEFAULT, OF_EXPERTS = DEFAULT_METHODS[DEFAULT_GRANULARITY], DEFAULT_METHODS["expert"]
 METHODS = (DEFAULT, OF_EXPERTS, "diep", "reap", "naee")
 FULL = "full model"
 SPARSITIES = (0.25, 0.5)
 HALVES = ("selection", "report")
-LENGTH = 256
 DONE = RESULTS / "default_method.jsonl"
-
-
-def windows_of(model: str, half: str, count: int, source: str = "stdlib") -> Any:
-    """Return the windows [count, 256] of one half of the held-out documents of a text, the same for all methods.
-
-    model: one of MODELS, or a directory.
-    """
-    from calibrate.windows import text_windows
-    from engine.checkpoint.checkpoint import Checkpoint
-    from engine.checkpoint.model_directory import resolve
-    from engine.checkpoint.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(Checkpoint(resolve(MODELS.get(model, model))))
-    return text_windows(source, tokenizer, samples=count, sequence_length=LENGTH, seed=0, split=half)
-
-
-def window_losses(decoder: Any, tokens_SL: Tensor) -> list[float]:
-    """Return the summed negative log-likelihood of each window, in nats."""
-    found = []
-    for tokens_BL in tokens_SL.split(SEQUENCES_AT_ONCE):
-        pairs = zip(decoder.hidden_states(tokens_BL).split(1), tokens_BL.split(1), strict=True)
-        losses = [
-            next_token_loss(hidden_1LD, decoder.head_VD, tokens_1L, decoder.head_bias_V) for hidden_1LD, tokens_1L in pairs
-        ]
-        found += [round(float(loss), 4) for loss in losses]
-    return found
 
 
 def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
@@ -197,7 +170,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--windows", type=int, default=256, help="windows of 256 tokens of each half")
+    parser.add_argument("--windows", type=int, default=WINDOWS, help="windows of 256 tokens of each half")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from default_method import windows_of
-from methods import MODELS
+from held_out import MODELS, windows_of
 from results import BUILD, NOT_POSSIBLE_HERE, RESULTS, ROOT, markdown, remember, remembered, save
 from torch import Tensor
 

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from default_method import in_process, window_losses, windows_of
-from methods import MODELS, RECOVERY_BATCH, RECOVERY_RATE, RECOVERY_STEPS, begun, train_second_model
+from default_method import in_process
+from held_out import MODELS, window_losses, windows_of
+from methods import RECOVERY_BATCH, RECOVERY_RATE, RECOVERY_STEPS, begun, train_second_model
 from results import BUILD, NOT_POSSIBLE_HERE, RESULTS, ROOT, markdown, remembered, save
 
 from compress.run.losses import Losses

@@ -6,7 +6,8 @@ The demo model is shipped with the package, and the second model, of another fam
 is measured on different days is measured on the same weights. Without it, it is trained first (about half an hour). Each
 (model, method, seed) runs in a process of its own on one thread, through the code of `compress prune`, without writing
 artifacts. Times are processor time of that process. The seed draws the calibration text (and the random choices of the
-method); the held-out text is the same for all. Finished processes are saved in benchmarks/results/methods.jsonl, so that an
+method). The held-out text is the same for all: 256 windows of those documents on which nothing was chosen, and standard
+errors of perplexity are over its documents. Finished processes are saved in benchmarks/results/methods.jsonl, so that an
 interrupted run resumes; `--fresh` deletes them.
 """
 
@@ -27,16 +28,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from held_out import MODELS, SECOND_MODEL, measured, windows_of
 from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
 
-SECOND_MODEL = ROOT / "benchmarks" / "reference_model"
 SECOND_TOKENS = 4_500_000
-MODELS = {"demo": "demo", "shared-expert": str(SECOND_MODEL)}
 RELAXATIONS = ("diep-paper", "diep-routed")
 """DiEP's other relaxations, without merging and recovery."""
 SPARSITIES = (0.5, 0.25)
 RECOVERY_STEPS, RECOVERY_BATCH, RECOVERY_RATE = 24, 4, 1e-2
-SEQUENCES_AT_ONCE = 16
 DONE = RESULTS / "methods.jsonl"
 
 
@@ -115,27 +114,24 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
     """Return the perplexity of every cell, with processor seconds and peak memory of the plan and of recovery."""
     from compress.plans.apply import planned_decoder
     from compress.prune import make_plan, recovered
-    from compress.training.layer_distillation import decoder_perplexity
     from engine.generation.report import peak_memory_bytes
     from engine.passes.memory_budget import resident_memory_bytes
 
     run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "cells": {}}
     plans: dict[tuple[Any, ...], Any] = {}
-    held_out, resident = torch.empty(0), 0
+    held_out, resident = windows_of(model, "report"), 0
     for cell, pruning in prunings(model, method, seed, cells(method)):
         checkpoint = pruning.prepared.checkpoint
         if not plans:
-            held_out, resident = held_out_text(checkpoint), resident_memory_bytes()
+            resident = resident_memory_bytes()
         started = time.process_time()
         if (place := (cell.sparsity, cell.scope, cell.merge)) not in plans:
             plans[place] = make_plan(pruning)
         trained = recovered(pruning, plans[place], {})
         figures = {"seconds": time.process_time() - started, "peak": peak_memory_bytes() - resident}
         decoder = planned_decoder(plans[place], checkpoint, torch.float32, replaced=trained)
-        run["cells"][cell.key] = figures | {
-            "perplexity": decoder_perplexity(decoder, held_out, SEQUENCES_AT_ONCE),
-            "experts_per_layer": list(decoder.config.experts_per_layer),
-        }
+        experts = {"experts_per_layer": list(decoder.config.experts_per_layer)}
+        run["cells"][cell.key] = figures | measured(decoder, held_out) | experts
     return run
 
 
@@ -168,25 +164,15 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
     )
 
 
-def held_out_text(checkpoint: Any) -> torch.Tensor:
-    """Return windows [256, 256] of the half of the held-out documents on which nothing was chosen, the same for all."""
-    from calibrate.windows import text_windows
-    from engine.checkpoint.tokenizer import load_tokenizer
-
-    text = {"samples": 256, "sequence_length": 256, "seed": 0, "split": "report"}
-    return text_windows("stdlib", load_tokenizer(checkpoint), **text).tokens_SL
-
-
-def full_perplexity(model: str) -> float:
-    """Return the perplexity of the whole model on the held-out text."""
-    from compress.training.layer_distillation import decoder_perplexity
+def full_model(model: str) -> dict[str, float]:
+    """Return the perplexity of the whole model on the held-out text, with its standard error."""
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.model_directory import resolve
     from engine.decoder.model import Decoder
 
-    checkpoint = Checkpoint(resolve(model))
+    checkpoint = Checkpoint(resolve(MODELS[model]))
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
-    return decoder_perplexity(decoder, held_out_text(checkpoint), SEQUENCES_AT_ONCE)
+    return measured(decoder, windows_of(model, "report"))
 
 
 # All processes
@@ -223,7 +209,7 @@ def values(runs: Sequence[dict[str, Any]], key: str, figure: str = "perplexity")
     return [run["cells"][key][figure] for run in runs if key in run["cells"]]
 
 
-def figures_of(runs: Sequence[dict[str, Any]], model: str, full: float) -> dict[str, Any]:
+def figures_of(runs: Sequence[dict[str, Any]], model: str, full: dict[str, float]) -> dict[str, Any]:
     """Return the figures of one model: its runs, with the default method and the default scope of each at this time."""
     from compress.methods import DEFAULT_METHODS
 
@@ -250,7 +236,14 @@ def short_figures(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
             rows.setdefault(method, {})[figures["model"]] = own
     seeds = len({run["seed"] for figures in models for run in figures["runs"]})
     full = {figures["model"]: figures["full"] for figures in models}
-    return {"full": full, "default": models[0]["default"], "seeds": seeds, "rows": rows}
+    errors = [error for figures in models for error in errors_of(figures)]
+    return {"full": full, "default": models[0]["default"], "seeds": seeds, "rows": rows, "errors": errors}
+
+
+def errors_of(figures: dict[str, Any]) -> tuple[float, float]:
+    """Return the lowest and the highest standard error over documents of one model's results."""
+    found = [cell["perplexity_stderr"] for run in figures["runs"] for cell in run["cells"].values()]
+    return min(found), max(found)
 
 
 def by_method(figures: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -278,13 +271,14 @@ def short_table(figures: dict[str, Any]) -> str:
     for method, by_model in figures["rows"].items():
         found = (by_model.get(model, {}).get(column, []) for model in figures["full"] for column in COLUMNS)
         rows.append([name_of(method, figures["default"]), *map(mean_and_spread, found)])
-    return preface(figures["seeds"], figures["full"]) + markdown(header, rows)
+    return preface(figures["seeds"], figures["full"], figures["errors"]) + markdown(header, rows)
 
 
-def preface(seeds: int, full: dict[str, float]) -> str:
+def preface(seeds: int, full: dict[str, dict[str, float]], errors: Sequence[float]) -> str:
     """Return the explanation of the numbers."""
-    whole = ", ".join(f"{model} {value:.2f}" for model, value in full.items())
-    return f"Full models: {whole}. Mean ± standard deviation of {seeds} seeds.\n\n"
+    whole = ", ".join(f"{model} {own['perplexity']:.2f} ± {own['perplexity_stderr']:.2f}" for model, own in full.items())
+    text = f"Full models, with their standard error over documents: {whole}. Results: mean ± standard deviation of {seeds} "
+    return text + f"seeds; their standard errors over documents are {min(errors):.2f} to {max(errors):.2f}.\n\n"
 
 
 def long_table(figures: dict[str, Any]) -> str:
@@ -304,7 +298,7 @@ def long_table(figures: dict[str, Any]) -> str:
         row = [name_of(method, figures["default"]), *(mean_and_spread(values(own, key)) for key in keys)]
         rows.append([*row, *cost(own, Cell(0.5, scope).key), cost(own, Cell(0.5, scope, "none", True).key)[0]])
     seeds = len({run["seed"] for run in figures["runs"]})
-    return preface(seeds, {figures["model"]: figures["full"]}) + markdown(header, rows)
+    return preface(seeds, {figures["model"]: figures["full"]}, errors_of(figures)) + markdown(header, rows)
 
 
 TABLES = {"methods": short_table, **{f"methods_{model}": long_table for model in MODELS}}
@@ -325,7 +319,7 @@ def quoted(figures: dict[str, Any]) -> dict[str, str]:
         "one_shot": mean(figures["default"], 0.5, scope),
         "recovered": mean(figures["default"], 0.5, scope, "none", True),
     }
-    ratios = {name: f"{value / figures['full']:.2f}" for name, value in half.items()}
+    ratios = {name: f"{value / figures['full']['perplexity']:.2f}" for name, value in half.items()}
     return shown | {"merging_low": f"{min(costs):.1f}", "merging_high": f"{max(costs):.1f}"} | ratios
 
 
@@ -366,7 +360,7 @@ def plot(models: Sequence[dict[str, Any]]) -> None:
                     label=f"{label}, {sparsity:.0%}",
                     **({"markersize": 5.5} | look),
                 )
-        axes.axvline(own["full"], color="black", linewidth=0.8, linestyle="--")
+        axes.axvline(own["full"]["perplexity"], color="black", linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8))
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
@@ -403,12 +397,12 @@ def main() -> None:
     wanted = arguments.methods.split(",") if arguments.methods else methods()
     runs = remembered(DONE)
     known = {(run["model"], run["method"], run["seed"]) for run in runs}
-    jobs = [(model, method, seed) for seed in range(arguments.seeds) for model in models for method in wanted]
-    jobs.sort(key=lambda job: job[1] in RELAXATIONS)  # the costliest and least interesting ones last
+    jobs = [(model, method, seed) for model in models for seed in range(arguments.seeds) for method in wanted]
+    jobs.sort(key=lambda job: (models.index(job[0]), job[1] in RELAXATIONS))  # the costliest and least interesting ones last
     with ThreadPoolExecutor(arguments.jobs) as pool:
         made = list(pool.map(lambda job: in_process(*job), [job for job in jobs if job not in known]))
     runs += [run for run in made if run is not None]
-    by_model = [figures_of(runs, model, full_perplexity(MODELS[model])) for model in models]
+    by_model = [figures_of(runs, model, full_model(model)) for model in models]
     for figures in by_model:
         save(f"methods_{figures['model']}", figures)
     save("methods", short_figures(by_model))

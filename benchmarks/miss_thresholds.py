@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from default_method import windows_of
+from held_out import windows_of
 from matplotlib.figure import Figure
 from methods import MODELS, train_second_model
 from results import RESULTS, markdown, save

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from default_method import LENGTH, window_losses, windows_of
+from held_out import LENGTH, window_losses, windows_of
 from results import BUILD, NOT_POSSIBLE_HERE, RESULTS, ROOT, markdown, remember, remembered, save
 from skipping import calibrated
 

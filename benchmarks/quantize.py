@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from default_method import windows_of
+from held_out import windows_of
 from results import markdown, save
 from torch import Tensor
 
