@@ -5,8 +5,8 @@
 A row is one dense model: untrained, after `--steps` of distillation, and after as many steps of fine-tuning;
 `scratch` is the same dense architecture from random weights, trained for the same total of steps on the text alone; `paper`
 is `usage` with the paper's loss, without the mixture's predictions. Training text, its order and the held-out text are the
-same for all rows of a seed. Each finished figure is a line of results/NAME.jsonl and is not computed again. Interrupted
-trainings are resumed.
+same for all rows of a seed. The held-out text is 256 windows of those documents on which nothing was chosen. Each finished
+figure is a line of results/NAME.jsonl and is not computed again. Interrupted trainings are resumed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from held_out import LENGTH, WINDOWS, measured, windows_of
 from results import BUILD, RESULTS, markdown, mean_and_spread, remember, remembered, save
 
 from calibrate.batches import calibration_texts, training_text
@@ -32,8 +33,6 @@ from compress.dense.dense_training import train_dense
 from compress.options.densify import SELECTIONS
 from compress.options.training import DenseTrainingOptions
 from compress.report import canvas
-from compress.run.perplexity import perplexity
-from compress.training.layer_distillation import decoder_perplexity
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import resolve
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -42,7 +41,6 @@ from engine.decoder.model import Decoder
 SCRATCH, PAPER = "scratch", "paper"
 SELECTS = [*SELECTIONS, PAPER, SCRATCH]
 STAGES = ("untrained", "distilled", "fine-tuned")
-HELD_OUT, LENGTH = 64, 256
 
 
 class Benchmark:
@@ -54,15 +52,16 @@ class Benchmark:
         self.done = remembered(self.lines)
         self.checkpoint = Checkpoint(resolve(arguments.model))
         self.work = BUILD / arguments.name
+        self.held_out = windows_of(arguments.model, "report")
 
     def figure(self, **key: Any) -> float | None:
         """Return an earlier measurement, or None if there is none."""
         found = [line["perplexity"] for line in self.done if all(line[name] == value for name, value in key.items())]
         return found[0] if found else None
 
-    def record(self, perplexity: float, seconds: float, **key: Any) -> None:
-        """Append a line to the file."""
-        line = key | {"perplexity": perplexity, "seconds": seconds}
+    def record(self, decoder: Decoder, seconds: float, **key: Any) -> None:
+        """Measure a model on the held-out text and append a line to the file."""
+        line = key | measured(decoder, self.held_out) | {"seconds": seconds}
         self.done.append(line)
         remember(self.lines, line)
         print(line, flush=True)
@@ -72,8 +71,8 @@ class Benchmark:
         for seed in range(self.arguments.seeds):
             texts = Texts(self.checkpoint, self.arguments, seed)
             if self.figure(select="teacher", seed=seed) is None:
-                value = perplexity(self.checkpoint, texts.held_out_SL, dtype=self.checkpoint.model_dtype)
-                self.record(value, 0.0, ffns=0, select="teacher", stage=STAGES[0], seed=seed)
+                mixture = Decoder(self.checkpoint.config, self.checkpoint.weights(self.checkpoint.model_dtype))
+                self.record(mixture, 0.0, ffns=0, select="teacher", stage=STAGES[0], seed=seed)
             for ffns in self.arguments.ffns:
                 for select in self.arguments.selects:
                     self.row(texts, ffns, select, seed)
@@ -106,8 +105,7 @@ class Benchmark:
                     resume=True,
                     student=student,
                 )
-            value = decoder_perplexity(student, texts.held_out_SL, 16)
-            self.record(value, time.monotonic() - started, stage=stage, **key)
+            self.record(student, time.monotonic() - started, stage=stage, **key)
         shutil.rmtree(work)
 
 
@@ -116,10 +114,8 @@ class Texts:
 
     def __init__(self, checkpoint: Checkpoint, arguments: argparse.Namespace, seed: int) -> None:
         tokenizer = load_tokenizer(checkpoint)
-        calibration = CalibrationOptions("stdlib", 128, LENGTH, HELD_OUT, seed)
-        self.tokens_SL, held_out = calibration_texts(calibration, tokenizer, checkpoint.config.vocabulary_size)
-        assert held_out is not None
-        self.held_out_SL = held_out.tokens_SL
+        calibration = CalibrationOptions("stdlib", 128, LENGTH, 0, seed)
+        self.tokens_SL, _ = calibration_texts(calibration, tokenizer, checkpoint.config.vocabulary_size)
         sequences = 2 * arguments.steps * arguments.batch_size
         self.training_SL, self.validation_VL = training_text(calibration, tokenizer, sequences, 32)
         self.checkpoint, self.seed = checkpoint, seed
@@ -170,8 +166,10 @@ def table(figures: dict[str, Any]) -> str:
     header = ["", "untrained", f"{steps} distillation steps", f"+ {steps} fine-tuning steps"]
     seeds = len({line["seed"] for line in done})
     note = f"Perplexity on {figures['sequences']} × {figures['length']} held-out tokens, "
-    note += f"{seeds} {'seed' if seeds == 1 else 'seeds'}, "
-    note += f"in brackets its ratio to the mixture's, {teacher:.2f}. From scratch: {2 * steps} steps on the text alone.\n\n"
+    note += f"{seeds} {'seed' if seeds == 1 else 'seeds'}, in brackets its ratio to the mixture's, {teacher:.2f}. "
+    if errors := [100 * line["perplexity_stderr"] / line["perplexity"] for line in done if "perplexity_stderr" in line]:
+        note += f"Standard errors over documents are {min(errors):.0f} to {max(errors):.0f} %; all rows read the same text. "
+    note += f"From scratch: {2 * steps} steps on the text alone.\n\n"
     return note + markdown(header, rows)
 
 
@@ -247,7 +245,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     benchmark = Benchmark(arguments)
     benchmark.run()
-    figures = {"steps": arguments.steps, "batch_size": arguments.batch_size, "sequences": HELD_OUT, "length": LENGTH}
+    figures = {"steps": arguments.steps, "batch_size": arguments.batch_size, "sequences": WINDOWS, "length": LENGTH}
     figures["lines"] = benchmark.done
     save(arguments.name, figures)
     picture(figures, RESULTS / f"{arguments.name}.png")

@@ -16,7 +16,7 @@ import argparse
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,10 @@ class Benchmark:
 
     def record(self, model: nn.Module, seconds: float, errors: list[float] | None = None, **key: Any) -> None:
         """Measure on the held-out pairs and append a line to the file."""
-        line = key | asdict(measure(model, self.pairs["held-out"], self.checkpoint.config)) | {"seconds": seconds}
+        found = measure(model, self.pairs["held-out"], self.checkpoint.config)
+        line = key | {"token_accuracy": found.token_accuracy, "token_accuracy_stderr": found.token_accuracy_error}
+        line |= {"perplexity": found.perplexity, "perplexity_stderr": found.losses.standard_error(found.pairs_P)}
+        line |= {"seconds": seconds}
         named = dict(model.named_parameters())
         written = saved_tensors(named, self.checkpoint) if key["kind"] == DENSIFIED else named
         line |= {"block_errors": errors, "parameters": sum(tensor.numel() for tensor in written.values())}
@@ -241,7 +244,12 @@ def table(figures: dict[str, Any]) -> str:
     teacher = next(line for line in done if line["kind"] == "teacher")
 
     def cell(line: dict[str, Any] | None) -> str:
-        return "–" if line is None else f"{line['token_accuracy']:.1%} ({line['perplexity']:.2f})"
+        if line is None:
+            return "–"
+        if "perplexity_stderr" not in line:  # measured before errors were
+            return f"{line['token_accuracy']:.1%} ({line['perplexity']:.2f})"
+        accuracy, error = (f"{100 * line[name]:.1f}" for name in ("token_accuracy", "token_accuracy_stderr"))
+        return f"{accuracy} ± {error} % ({line['perplexity']:.2f} ± {line['perplexity_stderr']:.2f})"
 
     rows = []
     for ffns in dict.fromkeys(line["ffns"] for line in done if line["ffns"]):

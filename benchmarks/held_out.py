@@ -35,6 +35,7 @@ def windows_of(model: str, half: str, count: int = WINDOWS, source: str = "stdli
     return text_windows(source, tokenizer, samples=count, sequence_length=LENGTH, seed=0, split=half)
 
 
+@torch.no_grad()
 def window_losses(decoder: Any, tokens_SL: Tensor) -> list[float]:
     """Return the summed negative log-likelihood of each window, in nats."""
     found = []

@@ -253,7 +253,7 @@ def by_method(figures: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 def name_of(method: str, default: str) -> str:
     """Return a method's name in tables."""
-    return f"**{method}** (default)" if method == default else method
+    return f"**{method}** (default for whole experts)" if method == default else method
 
 
 def cost(own: Sequence[dict[str, Any]], key: str) -> list[str]:

@@ -34,8 +34,8 @@ MOST_STEPS = 100_000
 RANDOM_TOKENS = 2048
 """Tokens of a random routing."""
 DECODE_EFFICIENCY = 0.73
-"""Share of the memory's speed at which decoding reads weights: 0.73 in bfloat16 and 4 bits, 0.81 in 8 bits on the processor
-of benchmarks/results/decode.json.
+"""Share of the memory's speed at which decoding reads weights. It depends on the memory: 0.44 (4 bits) to 0.65 (bfloat16)
+where two threads read 49 to 53 GB/s (benchmarks/results/decode.json), and about 0.9 in bfloat16 where they read 31 GB/s.
 """
 
 

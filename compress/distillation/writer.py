@@ -3,7 +3,7 @@
 The kernels compute whole steps in bfloat16. A student whose weights have another dtype is copied into bfloat16, and the
 copy is brought up to date before each batch of responses; that costs two bytes for each parameter. In float32 torch writes
 in one batch: the kernels of float32 multiply matrices alone, and a batch whose attention torch computes sequence by sequence
-is slower for dense students and long responses (benchmarks/response_writing.py).
+is slower for dense students (benchmarks/response_writing.py).
 """
 
 from __future__ import annotations
