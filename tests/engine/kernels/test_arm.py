@@ -49,9 +49,9 @@ def test_products_use_the_instructions_that_there_are() -> None:
 @pytest.mark.parametrize("features", [NEON, EVERYTHING])
 def test_every_kernel_compiles(features: str) -> None:
     found = compiled(features)
-    assert len(found) >= 100
-    of_bytes = [max(found[name]["usdot"], found[name]["sdot"]) > 0 for name in OF_BYTES]
-    assert all(of_bytes) if features != NEON else not any(of_bytes)
+    assert len(found) > 90
+    of_bytes = [name for name in OF_BYTES if name in found and max(found[name]["usdot"], found[name]["sdot"]) > 0]
+    assert of_bytes == ([] if features == NEON else OF_BYTES)
     assert any(own["bfdot"] for own in found.values()) == (features == EVERYTHING)
     assert found["multiply_wide"]["fmla"] > 0
 
