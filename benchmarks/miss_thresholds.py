@@ -18,7 +18,7 @@ import torch
 from held_out import windows_of
 from matplotlib.figure import Figure
 from methods import MODELS, train_second_model
-from results import RESULTS, markdown, save
+from results import RESULTS, markdown, save, went_on
 
 from calibrate.windows import Windows
 from compress.cost.misses import MEMORY_SHARES, measured_losses
@@ -45,8 +45,11 @@ def main() -> None:
     if options.mixture is not None:
         places[MIXTURE] = (options.mixture, options.report, "all")
     store = RESULTS / "miss_thresholds.json"
-    known = json.loads(store.read_text())["figures"] if store.exists() else {"rows": [], "windows": {}}
+    stored = json.loads(store.read_text()) if store.exists() else {"figures": {"rows": [], "windows": {}}}
+    known = stored["figures"]
     rows = [row for row in known["rows"] if row["model"] not in places]
+    if rows:
+        went_on(stored)
     counts = dict(known["windows"]) | dict.fromkeys(places, options.windows)
     for name, (model, data, split) in places.items():
         windows = windows_of(model, split, options.windows, data)

@@ -106,6 +106,11 @@ def remembered(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def went_on(stored: Mapping[str, Any]) -> None:
+    """Count what is saved afterwards as measured when this stored result was, a part of which it keeps."""
+    _WENT_ON.append({name: stored[name] for name in ("commit", "uncommitted_changes", "date")})
+
+
 def remember(path: Path, line: dict[str, Any]) -> None:
     """Append a line to that file, with the state of the code that it was measured with."""
     path.parent.mkdir(parents=True, exist_ok=True)
