@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,12 @@ from torch import Tensor
 from calibrate.batches import calibration_texts
 from calibrate.instructions import Example
 from calibrate.options import CalibrationOptions
-from compress.distillation.responses import limits_of, numbers_of
-from compress.distillation.writer import Writer
-from engine.batching.together import continue_together
+from compress.distillation.writer import Writer, write_together
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_directory import DEMO_DIRECTORY
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
 from engine.generation.options import SamplingOptions
-from engine.kernels.kernel_choice import prepare_decoding
 
 LONGEST_PROMPT = 96
 
@@ -56,22 +53,6 @@ def prompts_of(tokens_SL: Tensor) -> list[list[int]]:
 Way = Callable[..., list[Example]]
 
 
-def paged(
-    student: Decoder,
-    prompts: Sequence[list[int]],
-    length: int,
-    ends: Collection[int],
-    sampling: SamplingOptions,
-    generator: torch.Generator,
-) -> list[Example]:
-    """Return responses through the paged cache, in the student's own dtype."""
-    student.weights_changed()
-    prepare_decoding(student.dtype, student.device, student.kernels_needed)
-    limits = limits_of(prompts, length)
-    responses = continue_together(student, prompts, limits, ends, sampling, numbers_of(generator, limits))
-    return [Example(list(prompt), response) for prompt, response in zip(prompts, responses, strict=True)]
-
-
 def written(writer: Way, prompts: list[list[int]], length: int) -> tuple[int, float]:
     """Return the number of tokens of responses and the seconds that they took."""
     started = time.perf_counter()
@@ -82,7 +63,11 @@ def written(writer: Way, prompts: list[list[int]], length: int) -> tuple[int, fl
 def measured(student: Decoder, prompts: list[list[int]], length: int, rounds: int) -> dict[str, Any]:
     """Return tokens a second of each way in each round."""
     compiled = Writer(student, torch.bfloat16)
-    writers: dict[str, Way] = {"compiled": compiled, "torch": Writer(student), "paged_float32": partial(paged, student)}
+    writers: dict[str, Way] = {
+        "compiled": compiled,
+        "torch": Writer(student),
+        "paged_float32": partial(write_together, student),
+    }
     for writer in writers.values():
         written(writer, prompts[:2], length)
     found: dict[str, list[float]] = {name: [] for name in writers}

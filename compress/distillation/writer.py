@@ -48,10 +48,7 @@ class Writer:
         """Return every prompt with its response; see `write_responses`."""
         if not _is_served(self.decoder, self.dtype):
             return write_responses(self.decoder, prompts, max_length, end_tokens, sampling, generator)
-        limits = limits_of(prompts, max_length)
-        numbers_BL = numbers_of(generator, limits)
-        written = continue_together(self._current(), prompts, limits, end_tokens, sampling, numbers_BL)
-        return [Example(list(prompt), response) for prompt, response in zip(prompts, written, strict=True)]
+        return write_together(self._current(), prompts, max_length, end_tokens, sampling, generator)
 
     def _current(self) -> Decoder:
         """Return the model that writes, with the weights as they are now."""
@@ -62,9 +59,23 @@ class Writer:
             for old, new in zip(_narrowed(self._copy), _narrowed(self.decoder), strict=True):
                 old.data.copy_(new.data)
             writing = self._copy
-        writing.weights_changed()
-        prepare_decoding(writing.dtype, writing.device, writing.kernels_needed)
         return writing
+
+
+def write_together(
+    decoder: Decoder,
+    prompts: Sequence[list[int]],
+    max_length: int,
+    end_tokens: Collection[int],
+    sampling: SamplingOptions,
+    generator: torch.Generator,
+) -> list[Example]:
+    """Return every prompt with its response as `write_responses` does, by the kernels and the paged cache."""
+    decoder.weights_changed()
+    prepare_decoding(decoder.dtype, decoder.device, decoder.kernels_needed)
+    limits = limits_of(prompts, max_length)
+    written = continue_together(decoder, prompts, limits, end_tokens, sampling, numbers_of(generator, limits))
+    return [Example(list(prompt), response) for prompt, response in zip(prompts, written, strict=True)]
 
 
 def copy_in(dtype: torch.dtype, decoder: Decoder) -> Decoder:
