@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.decoder.kv_cache import COMPILED_DTYPES, Kept, KeyValueCache, Scaled
 from engine.decoder.norms import rms_norm
 from engine.decoder.paged_cache import PagedBatch
+from engine.decoder.text_attention import attend_texts, sinks_array, takes_texts, window_number
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
 from engine.kernels.kernel_choice import TORCH, KernelChoice
@@ -60,6 +61,12 @@ class Positions(NamedTuple):
     def mask_of(self, row: int, window: int | Chunk | None) -> Tensor | None:
         """Return the mask of one sequence of a PagedBatch."""
         return (self.each[row] if self.each else self.masks)[window]
+
+    def text_kernels(self, query_BHLE: Tensor, key_BGPE: Kept, value_BGPV: Kept) -> Any:
+        """Return the compiled kernels if they attend for the new positions with `attend_texts`, otherwise None."""
+        if self.is_padded or self.one_by_one or not takes_texts(query_BHLE, key_BGPE, value_BGPV):
+            return None
+        return self.choice.for_attention(query_BHLE.shape[0] * query_BHLE.shape[2], query_BHLE)
 
     def turns(self, kind: str | None) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of a kind of layer, [B or 1, 1, L, R]."""
@@ -180,7 +187,10 @@ class Attention(nn.Module):
             mixed = self._attend_each(query, positions, cache)
         else:
             kept: tuple[Kept, Kept] = (key, value) if cache is None else cache.append(self.layer, key, value)
-            mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
+            if (kernels := positions.text_kernels(query, *kept)) is not None:
+                mixed = attend_texts(kernels, query, *kept, self.scale, self.window, sinks_H=self.sinks)
+            else:
+                mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
         return self._finished(mixed.transpose(1, 2).reshape(batch, length, -1), gate, choice)
 
@@ -241,8 +251,12 @@ class Attention(nn.Module):
         """Attend sequence by sequence, because each sequence has its own number and location of keys."""
         mixed = []
         for row, (query, past) in enumerate(zip(cache.split(query_BHLE, 2), cache.past, strict=True)):
-            kept = cache.of_sequence(self.layer, row, first_seen(past, self.window))
-            mixed.append(attend(query, *kept, positions.mask_of(row, self.window), self.scale, self.sinks))
+            first = first_seen(past, self.window)
+            kept = cache.of_sequence(self.layer, row, first)
+            if (kernels := positions.text_kernels(query, *kept)) is not None:
+                mixed.append(attend_texts(kernels, query, *kept, self.scale, self.window, first, self.sinks))
+            else:
+                mixed.append(attend(query, *kept, positions.mask_of(row, self.window), self.scale, self.sinks))
         return cache.joined(mixed, 2)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
@@ -280,9 +294,9 @@ class Attention(nn.Module):
             (batch, heads, self.key_heads, size, angles[0].shape[-1]),
             cache.group_stride(self.layer),
             places,
-            -self.window.size if isinstance(self.window, Chunk) else self.window,
+            window_number(self.window),
             self.scale,
-            None if self.sinks is None else self.sinks.detach().float().numpy(),
+            sinks_array(self.sinks),
         )
         return as_bfloat16(mixed).view(batch, 1, -1)
 

@@ -24,9 +24,10 @@ from engine.decoder.attention import Cache, Positions, attend, half_by_half, rot
 from engine.decoder.kv_cache import COMPILED_DTYPES, Kept, Scaled
 from engine.decoder.norms import rms_norm
 from engine.decoder.paged_cache import PagedBatch
+from engine.decoder.text_attention import attend_texts
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import LATENT_UP
-from engine.kernels.kernel_choice import TORCH, KernelChoice
+from engine.kernels.kernel_choice import TORCH
 from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
 
@@ -85,13 +86,13 @@ class LatentAttention(nn.Module):
             mixed = []
             for row, own in enumerate(parts):
                 kept = _whole(cache.of_sequence(self.layer, row), x_BLD.dtype)
-                mixed.append(self.attend(Queries(*own), *kept, positions.mask_of(row, None), choice))
+                mixed.append(self.attend(Queries(*own), *kept, positions.mask_of(row, None), positions))
             mixed_BHLV = cache.joined(mixed, 2)
         else:
             if cache is not None:
                 latent_B1LC, key_B1LR = _whole(cache.append(self.layer, latent_B1LC, key_B1LR), x_BLD.dtype)
             way = self._attend_next_ones if positions.one_by_one else self.attend
-            mixed_BHLV = way(queries, latent_B1LC, key_B1LR, positions.masks[None], choice)
+            mixed_BHLV = way(queries, latent_B1LC, key_B1LR, positions.masks[None], positions)
         return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias, choice)
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,15 +155,15 @@ class LatentAttention(nn.Module):
         return rotate(x_BHLR, positions.cosine, positions.sine)
 
     def attend(
-        self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None, choice: KernelChoice = TORCH
+        self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None, positions: Positions
     ) -> Tensor:
         """Return the attention output before the output projection, [B, H, L, V]."""
         if queries.plain_BHLN.shape[2] == 1:
             return self.absorbed(queries, latent_B1PC, key_B1PR, mask)
-        return self.expanded(queries, latent_B1PC, key_B1PR, mask, choice)
+        return self.expanded(queries, latent_B1PC, key_B1PR, mask, positions)
 
     def _attend_next_ones(
-        self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None, choice: KernelChoice
+        self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None, _: Positions
     ) -> Tensor:
         """Attend position by position, so that no keys and values are computed for all earlier positions."""
         length, total = queries.plain_BHLN.shape[2], latent_B1PC.shape[2]
@@ -175,14 +176,23 @@ class LatentAttention(nn.Module):
         return torch.cat(mixed, dim=2)
 
     def expanded(
-        self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None, choice: KernelChoice = TORCH
+        self,
+        queries: Queries,
+        latent_B1PC: Tensor,
+        key_B1PR: Tensor,
+        mask: Tensor | None,
+        positions: Positions | None = None,
     ) -> Tensor:
-        """Attend with keys and values of each head."""
-        sizes = self.sizes
+        """Attend with keys and values of each head; by torch if no Positions are given."""
+        sizes, choice = self.sizes, TORCH if positions is None else positions.choice
         made_BPHE = linear(latent_B1PC[:, 0], self.latent_up, choice=choice).unflatten(-1, (self.heads, -1))
         plain_BHPN, value_BHPV = made_BPHE.transpose(1, 2).split((sizes.plain_dimension, sizes.value_dimension), dim=-1)
         key_BHPE = torch.cat((plain_BHPN, key_B1PR.expand(-1, self.heads, -1, -1)), dim=-1)
-        return attend(torch.cat(queries, dim=-1), key_BHPE, value_BHPV, mask, self.scale)
+        query_BHLE = torch.cat(queries, dim=-1)
+        kernels = None if positions is None else positions.text_kernels(query_BHLE, key_BHPE, value_BHPV)
+        if kernels is not None:
+            return attend_texts(kernels, query_BHLE, key_BHPE, value_BHPV, self.scale)
+        return attend(query_BHLE, key_BHPE, value_BHPV, mask, self.scale)
 
     def absorbed(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from one position to the latent vectors directly: all heads' queries become positions of one head."""

@@ -83,10 +83,11 @@ def largest(logits_BV: Tensor) -> Tensor:
 
 def are_finite(logits_BV: Tensor) -> Tensor:
     """Return whether all logits of each row are finite, bool [B]."""
-    if logits_BV.device.type != "cpu":
-        return logits_BV.isfinite().all(dim=-1)
-    rows_BV = _rows(logits_BV)  # NaN passes through maxima and minima
-    return torch.from_numpy(np.isfinite(rows_BV.max(axis=-1)) & np.isfinite(rows_BV.min(axis=-1)))
+    if logits_BV.device.type == "cpu":
+        finite_B = logits_BV.sum(dim=-1, dtype=torch.float32).isfinite()  # NaN and infinities stay in a sum
+        if bool(finite_B.all()):
+            return finite_B
+    return logits_BV.isfinite().all(dim=-1)  # a sum of finite values may overflow
 
 
 def _rows(logits_BV: Tensor) -> Any:
@@ -103,7 +104,7 @@ def probabilities(logits_BV: Tensor, options: SamplingOptions, allowed_BV: Tenso
     if options.temperature < LEAST_TEMPERATURE:
         best_B1 = largest(_only(_finite(logits_BV), allowed_BV))[:, None]
         return torch.zeros_like(logits_BV, dtype=torch.float32).scatter_(-1, best_B1, 1.0)
-    scores_BV = _scaled(_only(_finite(logits_BV).float(), allowed_BV), options.temperature)
+    scores_BV = _scaled(_only(_finite(logits_BV.float()), allowed_BV), options.temperature)
     scores_BV = _min_p(_top_n_sigma(scores_BV, options.top_n_sigma), options.min_p)
     return _top_p(_top_k(scores_BV, options.top_k), options.top_p).softmax(dim=-1)
 

@@ -19,6 +19,7 @@ from engine.kernels.attention import grouped
 from engine.kernels.attention import latent as latent_attention
 from engine.kernels.attention.grouped import ATTENTION
 from engine.kernels.attention.latent import LATENT as LATENT_ATTENTION
+from engine.kernels.attention.prompts import PROMPT, attend_prompt
 from engine.kernels.compiler.cache_directory import cache_directory
 from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
 from engine.kernels.compiler.instructions import LANES
@@ -103,6 +104,7 @@ __all__ = [
     "WITHOUT_GATE",
     "attend",
     "attend_latent",
+    "attend_texts",
     "attention_records",
     "block_products",
     "cache_directory",
@@ -317,6 +319,54 @@ def attend(
     return mixed_BHE
 
 
+def attend_texts(
+    inputs: Sequence[Address],
+    strides: Sequence[tuple[int, int, int]],
+    scales: tuple[Address, Address, int, int],
+    shape: tuple[int, int, int, int, int, int, int],
+    first: int,
+    window: int | None,
+    scale: float,
+    sinks_H: Any = None,
+) -> Any:
+    """Attend for the last positions of each sequence, whose keys and values are in place.
+
+    inputs: query [B, H, L, E], key [B, G, P, E] and value [B, G, P, V], the query in bfloat16; strides: of each, from one
+    sequence, head and position to the next, in values. scales: addresses of those of keys and values, float32 [B, G, P],
+    where these have 8 bits, else 0, and their strides from one sequence and group to the next. shape: B, H, G, E, V, L and
+    P. first: number of the first key's position in its text. window, scale and sinks_H: as in `attend`. Returns
+    [B, L, H, V] as the bits of bfloat16.
+    """
+    sequences, heads, groups, size, value_size, new, total = shape
+    mixed_BLHV = np.empty((sequences, new, heads, value_size), np.uint16)
+    steps = {
+        f"{name}_{step}": own
+        for name, each in zip(("query", "key", "value"), strides, strict=True)
+        for step, own in zip(("sequence", "head", "position"), each, strict=True)
+    }
+    job = _record(
+        PROMPT,
+        kernels=TABLE_ADDRESS,
+        **dict(zip(("query", "key", "value"), inputs, strict=True)),
+        **dict(zip(("key_scales", "value_scales", "scale_sequence", "scale_head"), scales, strict=True)),
+        **steps,
+        sequences=sequences,
+        heads=heads,
+        groups=groups,
+        size=size,
+        value_size=value_size,
+        new=new,
+        total=total,
+        first=first,
+        window=window or 0,
+        sinks=0 if sinks_H is None else _address(sinks_H),
+        results=_address(mixed_BLHV),
+        scale=scale,
+    )
+    attend_prompt(_address(job))
+    return mixed_BLHV
+
+
 def recurrent_record(kernel: str, **fields: Any) -> Any:
     """Return the record of the next position in a layer with a state, with its parameters filled in.
 
@@ -525,4 +575,5 @@ def needed(
     every += [product_kernels.centered_norm] if zero_centered else []
     every += [step.decode] if is_whole else []
     every += [KERNELS[name] for name in mixers]
-    return every + ([panels.panel_products, expert_panels.panel_swiglu] if MULTIPLIES_BFLOAT16 else [])
+    many = [panels.panel_products, expert_panels.panel_swiglu, attend_prompt]
+    return every + (many if MULTIPLIES_BFLOAT16 else [])

@@ -76,6 +76,12 @@ class KernelChoice:
             kernels.use_threads(self.threads or torch.get_num_threads())
         return kernels
 
+    def for_attention(self, rows: int, query: Tensor) -> Any:
+        """Return the module of compiled kernels if it attends for so many new positions at once and pays, else None."""
+        if not self.takes_many(rows) or query.dtype != torch.bfloat16 or not query.is_cpu:
+            return None
+        return None if torch.is_grad_enabled() and query.requires_grad else self.for_products(rows)
+
     def _for_floats(self, rows: int, *tensors: Tensor) -> Any:
         """Return the module of compiled kernels if it multiplies so few rows of float32 or float16 and pays, else None."""
         dtype = tensors[0].dtype

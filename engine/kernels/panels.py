@@ -39,12 +39,15 @@ def multiplies_many(outputs: int, inputs: int) -> bool:
     return MULTIPLIES_BFLOAT16 and outputs % MULTIPLE_OF_OUTPUTS == 0 and inputs % MULTIPLE_OF_OUTPUTS == 0
 
 
-def _panel_tile(vectors: int) -> Any:
+def _panel_tile(vectors: int, is_paired: bool = False) -> Any:
     """Return a function of (address of 4 matrix rows of I bfloat16, I, address of a panel, pairs to multiply, address of
     results) that adds the products of 4 rows with 16 · `vectors` tokens to the float32 results, row after row.
 
     A panel holds the same two inputs of all its tokens side by side, and so pair after pair. Each sum is one lane, which
     is added up in the order of the inputs, whatever else the panel holds.
+
+    is_paired: whether the matrix is stored as a panel is: the same two inputs of all its rows side by side. The function
+    then takes the number of matrix rows instead of I.
     """
     rows = 4
     undefined, first_lane = ir.Constant(INTS, ir.Undefined), ir.Constant(INTS, [0] * LANES)
@@ -54,20 +57,22 @@ def _panel_tile(vectors: int) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weight_address, inputs, panel, count, result_address = arguments
-        w_rows = [at(builder, weight_address, builder.mul(inputs, INDEX(w)), 2) for w in range(rows)]
-        next_rows = builder.mul(inputs, INDEX(2 * rows))
+        own = builder.mul(inputs, INDEX(4 if is_paired else 2))
+        row_bytes, pair_bytes = (INDEX(4), own) if is_paired else (own, INDEX(4))
+        w_rows = [builder.add(weight_address, builder.mul(row_bytes, INDEX(w))) for w in range(rows)]
 
         def dots(parts: int) -> Any:
             def step(index: Any, sums: list[Any]) -> list[Any]:
-                for row in w_rows:
-                    fetch(builder, builder.add(at(builder, row, index, 4), next_rows))
-                for part in range(parts):
-                    place = builder.add(index, INDEX(part))
-                    begin = at(builder, panel, place, 4 * LANES * vectors)
+                places = [builder.mul(builder.add(index, INDEX(part)), pair_bytes) for part in range(parts)]
+                if not is_paired:
+                    for row in w_rows:
+                        fetch(builder, builder.add(builder.add(row, places[0]), builder.mul(row_bytes, INDEX(rows))))
+                for part, place in enumerate(places):
+                    begin = at(builder, panel, builder.add(index, INDEX(part)), 4 * LANES * vectors)
                     x = [load(builder, builder.add(begin, INDEX(4 * LANES * v)), INTS) for v in range(vectors)]
                     made: list[Any] = []
                     for row in w_rows:
-                        pair = builder.insert_element(undefined, load(builder, at(builder, row, place, 4), INT), INT(0))
+                        pair = builder.insert_element(undefined, load(builder, builder.add(row, place), INT), INT(0))
                         w = builder.shuffle_vector(pair, undefined, first_lane)
                         for each in x:
                             made.append(add_pairs(builder, sums[len(made)], w, each))
@@ -113,6 +118,8 @@ def _turn(context: Any, square: Any, stride: Any, turned: Any, turned_stride: An
 
 _PANEL_OF_1, _PANEL_OF_2, _PANEL_OF_3 = _panel_tile(1), _panel_tile(2), _panel_tile(3)
 _PANEL_OF_4, _PANEL_OF_5, _PANEL_OF_6 = _panel_tile(4), _panel_tile(5), _panel_tile(6)
+_PAIRED_OF_1, _PAIRED_OF_2, _PAIRED_OF_3 = _panel_tile(1, True), _panel_tile(2, True), _panel_tile(3, True)
+_PAIRED_OF_4, _PAIRED_OF_5, _PAIRED_OF_6 = _panel_tile(4, True), _panel_tile(5, True), _panel_tile(6, True)
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")
@@ -135,6 +142,25 @@ def multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: A
                 _PANEL_OF_2(w, inputs, x, number, y)
             else:
                 _PANEL_OF_1(w, inputs, x, number, y)
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def multiply_paired(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any) -> None:
+    """Do as `multiply_panel` with a matrix that is stored as pairs of inputs, [inputs / 2, `count`, 2]."""
+    for row in range(0, count, 4):
+        w, y = weights + 4 * row, results + 4 * LANES * row * vectors
+        if vectors == 6:
+            _PAIRED_OF_6(w, count, panel, inputs // 2, y)
+        elif vectors == 5:
+            _PAIRED_OF_5(w, count, panel, inputs // 2, y)
+        elif vectors == 4:
+            _PAIRED_OF_4(w, count, panel, inputs // 2, y)
+        elif vectors == 3:
+            _PAIRED_OF_3(w, count, panel, inputs // 2, y)
+        elif vectors == 2:
+            _PAIRED_OF_2(w, count, panel, inputs // 2, y)
+        else:
+            _PAIRED_OF_1(w, count, panel, inputs // 2, y)
 
 
 @helper

@@ -185,7 +185,8 @@ TABLE_OF_ADDRESSES = np.dtype(
                 "add_weighted",
                 "add_weighted_pairs",
             ),
-            *("multiply_panel", "pack_block", "panel_products_block", "gated_delta_block", "mamba2_block"),
+            *("multiply_panel", "multiply_paired", "attend_panel", "pack_block", "panel_products_block"),
+            *("gated_delta_block", "mamba2_block"),
             *(
                 "attention_layer",
                 "feed_forward_layer",
