@@ -69,6 +69,8 @@ from engine.transformers_models.image_reader import ImagePrompt, ImageReader, ch
 GREEDY = SamplingOptions()
 PREFILL_CHUNK = 512
 """Prompt positions in one forward pass of the prefill."""
+LONGEST_CHUNK = 2048
+"""The same for latent attention behind a long text, whose keys and values each pass computes anew from latent vectors."""
 
 
 @dataclass(frozen=True)
@@ -392,9 +394,10 @@ class Engine:
     def prefill(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache) -> Tensor:
         """Read the new tokens into the cache and return the logits [B, V] of the last position.
 
-        Activations do not grow with the prompt: PREFILL_CHUNK positions are read at a time, with the rotary angles of
-        the whole prompt. Under a memory limit, BY_LAYER_TOKENS positions go through a layer before the next one, so that
-        its experts are read once for all of them. An exported graph and transformers read all positions at once.
+        Activations do not grow with the prompt: so many positions are read at a time as `_chunk` says, with the rotary
+        angles of the whole prompt. Under a memory limit, BY_LAYER_TOKENS positions go through a layer before the next
+        one, so that its experts are read once for all of them. An exported graph and transformers read all positions at
+        once.
         """
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
@@ -404,8 +407,8 @@ class Engine:
                 for group_BL in tokens_BL.split(BY_LAYER_TOKENS, dim=1):
                     last_BLD = decoder.read_by_layer(group_BL, own_cache(cache), self.prompt_kernels, PREFILL_CHUNK)
                 return decoder.logits(last_BLD[:, -1], self.prompt_kernels)
-            while isinstance(decoder, Decoder) and cache.length + PREFILL_CHUNK < last:
-                start, end = cache.length, cache.length + PREFILL_CHUNK
+            while isinstance(decoder, Decoder) and cache.length + _chunk(decoder, cache.length) < last:
+                start, end = cache.length, cache.length + _chunk(decoder, cache.length)
                 piece, seen = tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end)
                 decoder.hidden_states(piece, seen, own_cache(cache), self.prompt_kernels)
             start = cache.length
@@ -538,6 +541,12 @@ def torch_products(rows: int, dtype: torch.dtype, device: torch.device) -> Itera
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def _chunk(decoder: Decoder, past: int) -> int:
+    """Return how many positions of a prompt are read at a time after `past` others."""
+    longest = LONGEST_CHUNK if decoder.config.latent is not None else PREFILL_CHUNK
+    return max(PREFILL_CHUNK, min(past // 4, longest))
 
 
 def _is_whole(real_BP: Tensor | None, last: int) -> bool:

@@ -64,6 +64,26 @@ def test_pieces_equal_the_whole(
     assert (whole[0] - whole[1]).abs().max() > 0.1
 
 
+def test_latent_attention_reads_longer_pieces_behind_a_long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece computes the keys and values of all earlier positions anew."""
+    save_reference("deepseek_v2", tmp_path)
+    opened = Engine.open(tmp_path, dtype="float32")
+    tokens = torch.randint(3, 96, (1, 40), generator=torch.Generator().manual_seed(4))
+    sizes, hidden_states = [], opened.decoder.hidden_states
+
+    def seen(tokens_BL: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(tokens_BL.shape[1])
+        return hidden_states(tokens_BL, *others)
+
+    monkeypatch.setattr(opened.decoder, "hidden_states", seen)
+    whole = opened.prefill(tokens, None, KeyValueCache(opened.checkpoint.config, 1, 40, torch.float32))
+    monkeypatch.setattr(engine.generation.generate, "PREFILL_CHUNK", 3)
+    monkeypatch.setattr(engine.generation.generate, "LONGEST_CHUNK", 6)
+    pieces = opened.prefill(tokens, None, KeyValueCache(opened.checkpoint.config, 1, 40, torch.float32))
+    assert sizes == [40, 3, 3, 3, 3, 3, 3, 4, 5, 6, 6, 1]
+    assert (pieces - whole).abs().max() <= 2e-6
+
+
 def test_padding_in_pieces_is_not_counted_as_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_reference("mixtral", tmp_path)
     opened = Engine.open(tmp_path)
