@@ -70,8 +70,8 @@ GREEDY = SamplingOptions()
 PREFILL_CHUNK = 512
 """Prompt positions in one forward pass of the prefill."""
 LONGEST_CHUNK = 2048
-"""Most positions of such a pass with latent attention. A pass computes the keys and values of all earlier positions from their
-latent vectors, so passes grow with what lies before them."""
+"""Most positions of such a pass with latent attention. A pass computes the keys and values of all earlier positions from
+their latent vectors, so passes grow with what lies before them."""
 
 
 @dataclass(frozen=True)
