@@ -249,7 +249,7 @@ def table(figures: dict[str, Any]) -> str:
         if "perplexity_stderr" not in line:  # measured before errors were
             return f"{line['token_accuracy']:.1%} ({line['perplexity']:.2f})"
         accuracy, error = (f"{100 * line[name]:.1f}" for name in ("token_accuracy", "token_accuracy_stderr"))
-        return f"{accuracy} ± {error} % ({line['perplexity']:.2f} ± {line['perplexity_stderr']:.2f})"
+        return f"{accuracy} ± {error} % ({line['perplexity']:.3f} ± {line['perplexity_stderr']:.3f})"
 
     rows = []
     for ffns in dict.fromkeys(line["ffns"] for line in done if line["ffns"]):
