@@ -70,8 +70,8 @@ FURTHER = {("shared-expert", "units, 75 %, then 2 bits"): ("--group-size", "16",
 TYPES = {f"llama.cpp, {kind}": kind for kind in ("Q4_K_M", "Q3_K_M", "IQ4_XS", "Q2_K", "IQ3_XXS", "IQ2_XS")}
 """Types of llama.cpp by the titles of their rows."""
 SAMPLES = 128
-PRETRAINED = "fit_pretrained_mixture"
-"""Name of the results of a model of one's own."""
+PRETRAINED, FURTHER_SIZES = "fit_pretrained_mixture", "fit_pretrained_mixture_further"
+"""Names of the results of a model of one's own: of most rows, and of those that were compared with far smaller results."""
 _OTHER_TYPES = re.compile(r"(\d+) of (\d+) tensor\(s\) required fallback")
 
 
@@ -154,12 +154,13 @@ def main() -> None:
     parser.add_argument("--llama-quantize", default=shutil.which("llama-quantize"), help="this program of llama.cpp")
     parser.add_argument("--data", default="stdlib", help="calibration text")
     parser.add_argument("--report", help="text to judge on; by default the report half of the held-out documents")
+    parser.add_argument("--name", default=PRETRAINED, choices=(PRETRAINED, FURTHER_SIZES), help="of a model of your own")
     options = parser.parse_args()
     if options.model not in MODELS and options.report is None:
         print("give --data and --report with a model of your own", file=sys.stderr)
         sys.exit(NOT_POSSIBLE_HERE)
     torch.set_num_threads(1)
-    name = f"fit_{options.model.replace('-', '_')}" if options.model in MODELS else PRETRAINED
+    name = f"fit_{options.model.replace('-', '_')}" if options.model in MODELS else options.name
     options.source, options.place = MODELS.get(options.model, options.model), BUILD / name
     source = Checkpoint(resolve(options.source))
     half = "report" if options.report is None else "all"
@@ -245,7 +246,7 @@ def table(figures: dict[str, Any]) -> str:
     return about + markdown(head, cells)
 
 
-TABLES = {"fit_demo": table, "fit_shared_expert": table, PRETRAINED: table}
+TABLES = {"fit_demo": table, "fit_shared_expert": table, PRETRAINED: table, FURTHER_SIZES: table}
 
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ FIT_ROWS += ("units, 50 %, then 4 bits", "2 bits, gptq", "units, 75 %, then 2 bi
 FIT_ROWS += ("llama.cpp, Q3_K_M", "llama.cpp, IQ4_XS", "llama.cpp, Q2_K", "llama.cpp, IQ2_XS")
 FIT_ROWS += ("--fitted", "units, 10 %", "8 bits, nearest", "llama.cpp, Q4_K_M", "units, 50 %, then 4 bits")
 FIT_ROWS += ("units, 75 %, then 2 bits",)
+FITTING = ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)
+FURTHER_FIT_ROWS = ("--validation-samples", "16", "--rows", "8 bits, nearest", "llama.cpp, IQ2_XS")
 SHORT = ("--repetitions", "1", "--layers", "1")
 UNIT_TRIAL = ("--methods", "unit-magnitude", "--seeds", "1", "--windows", "4", "--samples", "4")
 TINY_DISTILL = ("--steps", "2", "--teacher-steps", "2", "--student-steps", "2", "--text-steps", "2", "--prompts", "4")
@@ -250,20 +252,26 @@ BENCHMARKS = (
         inputs={"--other-text": "BENCHMARK_TEXT"},
     ),
     Benchmark(
-        *("fit", ("fit_demo",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
+        *("fit", ("fit_demo",), FITTING),
         trial=TINY_FIT,
         inputs=QUANTIZE,
     ),
     Benchmark(
-        *("fit", ("fit_shared_expert",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
+        *("fit", ("fit_shared_expert",), FITTING),
         arguments=("--model", "shared-expert"),
         trial=("--model", "shared-expert", *TINY_FIT),
         inputs=QUANTIZE,
     ),
     Benchmark(
-        *("fit", ("fit_pretrained_mixture",), ("compress/fit.py", "compress/fitting", "compress/rounding", *PRUNING)),
+        *("fit", ("fit_pretrained_mixture",), FITTING),
         arguments=("--windows", "64", "--samples", "64", "--validation-samples", "16", *FIT_ROWS),
         trial=("--validation-samples", "2", *TINY_FIT),
+        inputs={"--model": "MIXTURE_SPLIT"} | TEXTS | QUANTIZE,
+    ),
+    Benchmark(
+        *("fit", ("fit_pretrained_mixture_further",), FITTING),
+        arguments=("--name", "fit_pretrained_mixture_further", "--windows", "64", "--samples", "64", *FURTHER_FIT_ROWS),
+        trial=("--name", "fit_pretrained_mixture_further", "--validation-samples", "2", *TINY_FIT),
         inputs={"--model": "MIXTURE_SPLIT"} | TEXTS | QUANTIZE,
     ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--windows", "2")),
