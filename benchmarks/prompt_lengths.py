@@ -1,6 +1,6 @@
 """Reading prompts of 512, 4,096 and 16,384 tokens: this engine, the same with torch's attention, and transformers.
 
-    python benchmarks/prompt_lengths.py [--layers 4] [--rounds 3]
+    python benchmarks/prompt_lengths.py [--layers 4] [--rounds 3] [--lengths 512,4096,16384]
 
 The models are those of long_context.py: random mixtures of grouped queries and of latent vectors, in bfloat16. All ways stay
 loaded and take turns in each round. transformers computes attention by its own choice, torch's
@@ -15,7 +15,7 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +31,7 @@ from engine.kernels.kernel_choice import KernelChoice
 
 LENGTHS = (512, 4096, 16384)
 MOST_OF_TRANSFORMERS = 4096
-OURS, TORCH, TRANSFORMERS = "ours", "ours, torch's attention", "transformers"
+WAYS = OURS, TORCH, TRANSFORMERS = "ours", "ours, torch's attention", "transformers"
 
 
 @contextmanager
@@ -47,20 +47,19 @@ def rate(backend: Any, length: int) -> float:
     return length / run_case(backend, BenchCase("pp", length), tokens_1L)
 
 
-def measured(model: Path, rounds: int) -> dict[int, dict[str, list[float]]]:
+def measured(model: Path, options: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
     """Return tokens per second of each way in each round, by the prompt's length."""
     ours = TorchBackend(BenchSpec(str(model)))
     peer = TransformersBackend(BenchSpec(str(model), "transformers", experts_implementation="grouped_mm"))
-    found: dict[int, dict[str, list[float]]] = {n: {name: [] for name in (OURS, TORCH, TRANSFORMERS)} for n in LENGTHS}
+    found: dict[int, dict[str, list[float]]] = {n: {name: [] for name in WAYS} for n in options.lengths}
     for backend in (ours, peer):
-        rate(backend, LENGTHS[0])
-    for _ in range(rounds):
+        rate(backend, options.lengths[0])
+    for number in range(options.rounds):
         for length, rates in found.items():
-            rates[OURS].append(rate(ours, length))
-            with torch_attention():
-                rates[TORCH].append(rate(ours, length))
-            if length <= MOST_OF_TRANSFORMERS:
-                rates[TRANSFORMERS].append(rate(peer, length))
+            for name in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
+                if name != TRANSFORMERS or length <= MOST_OF_TRANSFORMERS:
+                    with torch_attention() if name == TORCH else nullcontext():
+                        rates[name].append(rate(peer if name == TRANSFORMERS else ours, length))
     return found
 
 
@@ -90,13 +89,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=LENGTHS)
     options = parser.parse_args()
     kinds = {}
     with tempfile.TemporaryDirectory() as scratch:
         for kind, config in configs(options.layers).items():
             model = Path(scratch) / kind
             write_random_model(model, config)
-            kinds[kind] = measured(model, options.rounds)
+            kinds[kind] = measured(model, options)
     save("prompt_lengths", {"layers": options.layers, "kinds": kinds}, transformers_version())
 
 

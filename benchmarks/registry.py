@@ -131,7 +131,9 @@ BENCHMARKS = (
         trial=("--rounds", "1", "--layers", "1", "--shrink", "8"),
     ),
     Benchmark("long_context", ("long_context",), ENGINE, trial=("--rounds", "2", "--layers", "1")),
-    Benchmark("prompt_lengths", ("prompt_lengths",), ENGINE, trial=("--rounds", "1", "--layers", "1")),
+    Benchmark(
+        "prompt_lengths", ("prompt_lengths",), ENGINE, trial=("--rounds", "1", "--layers", "1", "--lengths", "64,600")
+    ),
     Benchmark("decode_batches", ("decode_batches",), ENGINE, trial=("--rounds", "1", "--layers", "1", "--batches", "1,4")),
     Benchmark(
         *("decode", ("decode",), ENGINE),

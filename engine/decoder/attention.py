@@ -62,11 +62,12 @@ class Positions(NamedTuple):
         """Return the mask of one sequence of a PagedBatch."""
         return (self.each[row] if self.each else self.masks)[window]
 
-    def text_kernels(self, query_BHLE: Tensor, key_BGPE: Kept, value_BGPV: Kept) -> Any:
+    def text_kernels(self, query_BHLE: Tensor, key_BGPE: Kept, value_BGPV: Kept, sinks_H: Tensor | None = None) -> Any:
         """Return the compiled kernels if they attend for the new positions with `attend_texts`, otherwise None."""
         if self.is_padded or self.one_by_one or not takes_texts(query_BHLE, key_BGPE, value_BGPV):
             return None
-        return self.choice.for_attention(query_BHLE.shape[0] * query_BHLE.shape[2], query_BHLE)
+        others = [each for each in (key_BGPE, value_BGPV, sinks_H) if isinstance(each, Tensor)]
+        return self.choice.for_attention(query_BHLE, *others)
 
     def turns(self, kind: str | None) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of a kind of layer, [B or 1, 1, L, R]."""
@@ -187,7 +188,7 @@ class Attention(nn.Module):
             mixed = self._attend_each(query, positions, cache)
         else:
             kept: tuple[Kept, Kept] = (key, value) if cache is None else cache.append(self.layer, key, value)
-            if (kernels := positions.text_kernels(query, *kept)) is not None:
+            if (kernels := positions.text_kernels(query, *kept, self.sinks)) is not None:
                 mixed = attend_texts(kernels, query, *kept, self.scale, self.window, sinks_H=self.sinks)
             else:
                 mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
@@ -253,7 +254,7 @@ class Attention(nn.Module):
         for row, (query, past) in enumerate(zip(cache.split(query_BHLE, 2), cache.past, strict=True)):
             first = first_seen(past, self.window)
             kept = cache.of_sequence(self.layer, row, first)
-            if (kernels := positions.text_kernels(query, *kept)) is not None:
+            if (kernels := positions.text_kernels(query, *kept, self.sinks)) is not None:
                 mixed.append(attend_texts(kernels, query, *kept, self.scale, self.window, first, self.sinks))
             else:
                 mixed.append(attend(query, *kept, positions.mask_of(row, self.window), self.scale, self.sinks))

@@ -35,7 +35,7 @@ def attend_texts(
     """Return softmax attention of the last L of P positions, [B, H, L, V], where no position is padding.
 
     first: number of the first key's position in its text. scale, window, sinks_H: as in `attention.attend`. A query's result
-    depends neither on how many others are read with it, nor on keys before its window.
+    depends neither on how many others are read with it, nor on finite keys and values that it may not attend to.
     """
     query_BHLE = query_BHLE if _has_rows(query_BHLE) else query_BHLE.contiguous()
     (key, key_scales), (value, value_scales) = _parts(key_BGPE), _parts(value_BGPV)

@@ -395,10 +395,10 @@ class Engine:
     def prefill(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache) -> Tensor:
         """Read the new tokens into the cache and return the logits [B, V] of the last position.
 
-        Activations do not grow with the prompt: so many positions are read at a time as `_chunk` says, with the rotary
-        angles of the whole prompt. Under a memory limit, BY_LAYER_TOKENS positions go through a layer before the next
-        one, so that its experts are read once for all of them. An exported graph and transformers read all positions at
-        once.
+        So many positions are read at a time as `_chunk` says, with the rotary angles of the whole prompt; activations do not
+        grow beyond those of the longest piece. Under a memory limit, BY_LAYER_TOKENS positions go through a layer before
+        the next one, so that its experts are read once for all of them. An exported graph and transformers read all
+        positions at once.
         """
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())

@@ -76,11 +76,16 @@ class KernelChoice:
             kernels.use_threads(self.threads or torch.get_num_threads())
         return kernels
 
-    def for_attention(self, rows: int, query: Tensor) -> Any:
-        """Return the module of compiled kernels if it attends for so many new positions at once and pays, else None."""
-        if not self.takes_many(rows) or query.dtype != torch.bfloat16 or not query.is_cpu:
+    def for_attention(self, query: Tensor, *others: Tensor) -> Any:
+        """Return the module of compiled kernels if it attends for queries [B, H, L, E] of prompts, else None.
+
+        others: tensors that are computed with. The kernels attend wherever their products for many rows pay.
+        """
+        if self.max_few_rows or query.dtype != torch.bfloat16 or not query.is_cpu:
             return None
-        return None if torch.is_grad_enabled() and query.requires_grad else self.for_products(rows)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *others)):
+            return None
+        return self.for_products(query.shape[0] * query.shape[2])
 
     def _for_floats(self, rows: int, *tensors: Tensor) -> Any:
         """Return the module of compiled kernels if it multiplies so few rows of float32 or float16 and pays, else None."""

@@ -146,7 +146,7 @@ def multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: A
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")
 def multiply_paired(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any) -> None:
-    """Do as `multiply_panel` with a matrix that is stored as pairs of inputs, [inputs / 2, `count`, 2]."""
+    """Do as `multiply_panel` with a matrix of `count` rows that is stored as pairs of inputs, [inputs / 2, `count`, 2]."""
     for row in range(0, count, 4):
         w, y = weights + 4 * row, results + 4 * LANES * row * vectors
         if vectors == 6:

@@ -7,7 +7,7 @@ arXiv 2307.08691, algorithm 1): the largest score m and the sum of weights ℓ s
     m' = max(m, max_k s_k)    w_k = e^(s_k − m')    ℓ' = e^(m − m') · ℓ + Σ_k w_k    O' = e^(m − m') · O + Σ_k w_k · v_k
 
 Weights are rounded to bfloat16 for the product with values, as torch rounds probabilities. Blocks begin at multiples of
-their size, counted from the first position of the text, so a query gets the same bits however a prompt is split.
+their size, counted from the first position of the text, so a query gets the same bits however a text is split.
 
 Shape suffixes: K keys of a block, P all keys, E size of a key, V of a value, Z places of a panel.
 """
@@ -184,8 +184,9 @@ def attend_panel(address: Any, work: Any) -> None:
     if job.sinks != 0:
         sinks_H = numba.carray(floats(job.sinks), (job.heads,))
         for place in range(places):
-            state_3Z[0, place] = sinks_H[group * per_group + (row + place) % per_group]
-            state_3Z[1, place] = np.float32(1.0)
+            sink = sinks_H[group * per_group + (row + place) % per_group]
+            state_3Z[0, place] = max(sink, _LOWEST)
+            state_3Z[1, place] = np.float32(1.0) if sink > _LOWEST else np.float32(0.0)
     keys_KE, values_KV = np.empty((KEYS, job.size), np.uint16), np.zeros((KEYS, width), np.uint16)
     pairs_KV, weights_KZ = np.empty((KEYS // 2, width), np.uint32), np.empty((KEYS // 2, places), np.uint32)
     scores_KZ = np.empty((KEYS, places), np.float32)

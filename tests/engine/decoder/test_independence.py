@@ -79,6 +79,29 @@ def test_texts_read_together_get_the_bits_of_texts_read_alone(family: str, chang
             assert all(map(torch.equal, together, alone)) and all(map(torch.equal, after, after_alone))
 
 
+@needs_numba
+@needs_pairs
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_a_text_gets_the_same_bits_in_pieces(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """No piece has one position, with which latent attention has a way of its own."""
+    decoder, text = loaded(family, changes, tmp_path), TEXTS[2]
+
+    def states(*pieces: int) -> Tensor:
+        """Return the hidden states [L, D] of the text."""
+        size = position_bytes(decoder.config, torch.bfloat16) * 128
+        cache, table, found = PagedCache(decoder.config, size, torch.bfloat16, block_size=4), BlockTable(), []
+        cache.pool.extend(table, len(text))
+        for count in pieces:
+            tokens = torch.tensor([text[table.length : table.length + count]])
+            batch = PagedBatch(cache, [table], [count], [len(text)])
+            found.append(decoder.hidden_states(tokens, None, batch, PROMPT)[0])
+            table.length += count
+        return torch.cat(found)
+
+    with torch.inference_mode():
+        assert torch.equal(states(7, 20, 2, 12), states(41))
+
+
 @pytest.mark.parametrize("family", WITH_STATES)
 def test_layers_with_states_read_one_text_at_a_time(family: str, tmp_path: Path) -> None:
     config = loaded(family, {}, tmp_path).config

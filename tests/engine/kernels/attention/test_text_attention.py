@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from kernels_for_tests import kernels, needs_pairs
 from torch import Tensor
 
@@ -11,7 +14,7 @@ from engine.decoder.attention import Positions
 from engine.decoder.kv_cache import Kept, Scaled, to_int8
 from engine.decoder.text_attention import attend_texts
 from engine.families.layer_config import Chunk
-from engine.kernels.kernel_choice import PROMPT, TORCH
+from engine.kernels.kernel_choice import DECODING, PROMPT, TORCH
 
 Window = int | Chunk | None
 SHAPES = {
@@ -20,6 +23,8 @@ SHAPES = {
     "one position": (3, 6, 2, 16, 16, 1, 77),
     "odd sizes": (1, 6, 3, 10, 7, 130, 205),
     "all positions": (1, 3, 1, 80, 48, 257, 257),
+    "two vectors": (1, 2, 1, 32, 32, 12, 40),
+    "three vectors": (1, 4, 1, 32, 32, 10, 90),
 }
 """B, H, G, E, V, L and P."""
 
@@ -73,8 +78,11 @@ def test_it_equals_the_textbook(
 @needs_pairs
 @pytest.mark.parametrize("window", [None, 70], ids=str)
 def test_keys_and_values_of_8_bits(window: Window) -> None:
+    """The scales are a part of those of a larger cache."""
     query, key, value = inputs((2, 4, 2, 32, 24, 100, 331))
-    kept = to_int8(key), to_int8(value)
+    kept = [
+        Scaled(x.integers[:, :, :331], x.scales[:, :, :331]) for x in (to_int8(F.pad(y, (0, 0, 0, 9))) for y in (key, value))
+    ]
     found, expected = attend_texts(kernels, query, *kept, 0.2, window), textbook(query, *kept, 0.2, window, None)
     assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
@@ -95,8 +103,24 @@ def test_a_query_gets_the_same_bits_in_pieces_and_behind_a_window(window: Window
 
 
 @needs_pairs
+def test_queries_lie_anywhere() -> None:
+    """Here they begin at no multiple of their size."""
+    query, key, value = inputs((1, 4, 2, 32, 24, 50, 81))
+    beside = F.pad(query, (0, 5))[..., :32]
+    assert torch.equal(attend_texts(kernels, beside, key, value, 0.2), attend_texts(kernels, query, key, value, 0.2))
+
+
+@needs_pairs
+def test_a_sink_that_is_none() -> None:
+    query, key, value = inputs((1, 2, 1, 32, 32, 100, 331))
+    sinks_H = torch.full((2,), -torch.inf)
+    found = attend_texts(kernels, query, key, value, 0.2, 70, sinks_H=sinks_H)
+    assert torch.equal(found, attend_texts(kernels, query, key, value, 0.2, 70))
+
+
+@needs_pairs
 def test_what_is_not_finite_stays_so() -> None:
-    """A NaN in a key reaches all queries that see it, so that the damage is noticed, and no other query."""
+    """A NaN in a key reaches all queries that see it, so that the damage is noticed, and no query before it."""
     query, key, value = inputs((1, 2, 1, 32, 32, 100, 100))
     key[0, 0, 60, 3] = torch.nan
     found = attend_texts(kernels, query, key, value, 0.2)
@@ -111,9 +135,16 @@ def test_who_attends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = Positions(query, query, False, {}, choice=PROMPT)
     assert positions.text_kernels(query, key, value) is not None
     assert positions.text_kernels(query, to_int8(key), to_int8(value)) is not None
-    for other in (positions._replace(is_padded=True), positions._replace(one_by_one=True), positions._replace(choice=TORCH)):
-        assert other.text_kernels(query, key, value) is None
+    others: list[dict[str, Any]] = [{"is_padded": True}, {"one_by_one": True}, {"choice": TORCH}, {"choice": DECODING}]
+    for other in others:
+        assert positions._replace(**other).text_kernels(query, key, value) is None
     assert positions.text_kernels(query.float(), key.float(), value.float()) is None
     assert positions.text_kernels(query, key.half(), value.half()) is None
     assert positions.text_kernels(query[..., :31], key[..., :31], value) is None
-    assert positions.text_kernels(query.requires_grad_(), key, value) is None
+    for place in range(4):
+        tensors = [query.clone(), key.clone(), value.clone(), torch.zeros(2)]
+        assert positions.text_kernels(*tensors) is not None
+        tensors[place].requires_grad_()
+        assert positions.text_kernels(*tensors) is None
+        with torch.inference_mode():
+            assert positions.text_kernels(*tensors) is not None
