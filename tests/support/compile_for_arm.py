@@ -16,7 +16,7 @@ from unittest import mock
 from llvmlite import binding
 
 TRIPLE = "aarch64-unknown-linux-gnu"
-OF_PAIRS = ("multiply_pairs", "multiply_panel", "multiply_keys", "add_weighted_pairs")
+OF_PAIRS = ("multiply_pairs", "multiply_panel", "multiply_paired", "multiply_keys", "add_weighted_pairs")
 """Kernels that are loaded only where the processor multiplies pairs of bfloat16."""
 INSTRUCTIONS = ("usdot", "sdot", "bfdot", "fmla")
 
