@@ -167,8 +167,8 @@ def table(figures: dict[str, Any]) -> str:
     seeds = len({line["seed"] for line in done})
     note = f"Perplexity on {figures['sequences']} × {figures['length']} held-out tokens, "
     note += f"{seeds} {'seed' if seeds == 1 else 'seeds'}, in brackets its ratio to the mixture's, {teacher:.2f}. "
-    if errors := [100 * line["perplexity_stderr"] / line["perplexity"] for line in done if "perplexity_stderr" in line]:
-        note += f"Standard errors over documents are {min(errors):.0f} to {max(errors):.0f} %; all rows read the same text. "
+    errors = [100 * line["perplexity_stderr"] / line["perplexity"] for line in done]
+    note += f"Standard errors over documents are {min(errors):.0f} to {max(errors):.0f} %; all rows read the same text. "
     note += f"From scratch: {2 * steps} steps on the text alone.\n\n"
     return note + markdown(header, rows)
 

@@ -246,8 +246,6 @@ def table(figures: dict[str, Any]) -> str:
     def cell(line: dict[str, Any] | None) -> str:
         if line is None:
             return "–"
-        if "perplexity_stderr" not in line:  # measured before errors were
-            return f"{line['token_accuracy']:.1%} ({line['perplexity']:.2f})"
         accuracy, error = (f"{100 * line[name]:.1f}" for name in ("token_accuracy", "token_accuracy_stderr"))
         return f"{accuracy} ± {error} % ({line['perplexity']:.3f} ± {line['perplexity_stderr']:.3f})"
 

@@ -188,10 +188,7 @@ class Attention(nn.Module):
             mixed = self._attend_each(query, positions, cache)
         else:
             kept: tuple[Kept, Kept] = (key, value) if cache is None else cache.append(self.layer, key, value)
-            if (kernels := positions.text_kernels(query, *kept, self.sinks)) is not None:
-                mixed = attend_texts(kernels, query, *kept, self.scale, self.window, sinks_H=self.sinks)
-            else:
-                mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
+            mixed = self._attend(query, kept, positions, positions.masks[self.window])
         batch, _, length, _ = query.shape
         return self._finished(mixed.transpose(1, 2).reshape(batch, length, -1), gate, choice)
 
@@ -254,11 +251,16 @@ class Attention(nn.Module):
         for row, (query, past) in enumerate(zip(cache.split(query_BHLE, 2), cache.past, strict=True)):
             first = first_seen(past, self.window)
             kept = cache.of_sequence(self.layer, row, first)
-            if (kernels := positions.text_kernels(query, *kept, self.sinks)) is not None:
-                mixed.append(attend_texts(kernels, query, *kept, self.scale, self.window, first, self.sinks))
-            else:
-                mixed.append(attend(query, *kept, positions.mask_of(row, self.window), self.scale, self.sinks))
+            mixed.append(self._attend(query, kept, positions, positions.mask_of(row, self.window), first))
         return cache.joined(mixed, 2)
+
+    def _attend(
+        self, query_BHLE: Tensor, kept: tuple[Kept, Kept], positions: Positions, mask: Tensor | None, first: int = 0
+    ) -> Tensor:
+        """Attend from the new positions of texts to keys and values in place. first: number of the first key's position."""
+        if (kernels := positions.text_kernels(query_BHLE, *kept, self.sinks)) is not None:
+            return attend_texts(kernels, query_BHLE, *kept, self.scale, self.window, first, self.sinks)
+        return attend(query_BHLE, *kept, mask, self.scale, self.sinks)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
         """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise None."""

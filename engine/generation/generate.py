@@ -408,8 +408,8 @@ class Engine:
                 for group_BL in tokens_BL.split(BY_LAYER_TOKENS, dim=1):
                     last_BLD = decoder.read_by_layer(group_BL, own_cache(cache), self.prompt_kernels, PREFILL_CHUNK)
                 return decoder.logits(last_BLD[:, -1], self.prompt_kernels)
-            while isinstance(decoder, Decoder) and cache.length + _chunk(decoder, cache.length) < last:
-                start, end = cache.length, cache.length + _chunk(decoder, cache.length)
+            while isinstance(decoder, Decoder) and (end := cache.length + _chunk(decoder, cache.length)) < last:
+                start = cache.length
                 piece, seen = tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end)
                 decoder.hidden_states(piece, seen, own_cache(cache), self.prompt_kernels)
             start = cache.length

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +77,8 @@ def largest(logits_BV: Tensor) -> Tensor:
     """Return the first token with the largest logit of each row, int64 [B]."""
     if logits_BV.device.type != "cpu":
         return logits_BV.argmax(dim=-1)
-    return torch.from_numpy(_rows(logits_BV).argmax(axis=-1))  # ten times as fast as torch's for rows of this length
+    rows_BV = logits_BV.detach().float().numpy()
+    return torch.from_numpy(rows_BV.argmax(axis=-1))  # ten times as fast as torch's for rows of this length
 
 
 def are_finite(logits_BV: Tensor) -> Tensor:
@@ -88,11 +88,6 @@ def are_finite(logits_BV: Tensor) -> Tensor:
         if bool(finite_B.all()):
             return finite_B
     return logits_BV.isfinite().all(dim=-1)  # a sum of finite values may overflow
-
-
-def _rows(logits_BV: Tensor) -> Any:
-    """Return logits on the CPU as an array that numpy's loops over a row are fast for."""
-    return logits_BV.detach().float().numpy()
 
 
 def probabilities(logits_BV: Tensor, options: SamplingOptions, allowed_BV: Tensor | None = None) -> Tensor:

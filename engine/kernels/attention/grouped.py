@@ -85,7 +85,7 @@ def angles_of(job: Any, sequence: Any) -> Any:
 
 
 @inline
-def _first_seen(window: Any, past: Any) -> Any:
+def first_seen(window: Any, past: Any) -> Any:
     """Return the first position that the new position may attend to."""
     first = 0
     if window > 0:
@@ -115,7 +115,7 @@ def _append(job: Any, sequence: Any, group: Any, slot: Any, cosine_R: Any, sine_
 @inline
 def _pieces(window: Any, past: Any) -> Any:
     """Return the number of pieces of the positions that the new position attends to."""
-    return (past - _first_seen(window, past)) // PIECE + 1
+    return (past - first_seen(window, past)) // PIECE + 1
 
 
 @kernel(BLOCK)
@@ -170,7 +170,7 @@ def attend_piece(address: Any, work: Any) -> None:
     rounded_RE = np.empty((per_group if takes_pairs(size) else 0, size), np.uint16)
     queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
     _prepare_queries(queries, cosine_R, sine_R, query_RE, rounded_RE)
-    first = _first_seen(job.window, past) + PIECE * piece
+    first = first_seen(job.window, past) + PIECE * piece
     scores_RP = np.empty((per_group, min(PIECE, past + 1 - first)), np.float32)
     prepared = address_of(rounded_RE) if takes_pairs(size) else address_of(query_RE)
     score_keys(job, _of_group(job, job.keys, job.key_scales, group), blocks_M, first, prepared, scores_RP)

@@ -22,9 +22,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from engine.kernels.attention.grouped import first_seen
 from engine.kernels.attention.instructions import exponential
 from engine.kernels.compiler.arithmetic import narrow
-from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.compiler.instructions import (
     FLOATS,
     IN_ORDER,
@@ -35,6 +36,7 @@ from engine.kernels.compiler.instructions import (
     load,
     loop,
     repeated,
+    rounded,
 )
 from engine.kernels.compiler.memory import address_of, aligned, call, floats, halves, integers, keep, record_at, signed_bytes
 from engine.kernels.compiler.parallel import kernels_at
@@ -127,15 +129,8 @@ def _softmax(context: Any, scores: Any, count: Any, stride: Any, scale: Any, sta
 def _pair(builder: Any, low: Any, high: Any) -> Any:
     """Return pairs of bfloat16 that are nearest to the float32 values of two vectors, with ties to even."""
 
-    def each(value: int) -> Any:
-        return ir.Constant(INTS, [value] * LANES)
-
-    def rounded(values: Any) -> Any:
-        bits = builder.bitcast(values, INTS)
-        odd = builder.and_(builder.lshr(bits, each(16)), each(1))
-        return builder.add(builder.add(bits, each(0x7FFF)), odd)
-
-    return builder.or_(builder.lshr(rounded(low), each(16)), builder.and_(rounded(high), each(-0x10000)))
+    half, upper = (ir.Constant(INTS, [value] * LANES) for value in (16, -0x10000))
+    return builder.or_(builder.lshr(rounded(builder, low), half), builder.and_(rounded(builder, high), upper))
 
 
 @kernel(JOB, calls=("parallel_for", "attend_panel"))
@@ -148,17 +143,6 @@ def attend_prompt(address: Any) -> None:
     call(table.parallel_for, (table.attend_panel, address, job.sequences * job.groups * job.panels))
     keep(begins_P)
     keep(vectors_P)
-
-
-@inline
-def _first_of(window: Any, position: Any) -> Any:
-    """Return the first position that this one may attend to."""
-    first = 0
-    if window > 0:
-        first = max(0, position + 1 - window)
-    elif window < 0:
-        first = position // -window * -window
-    return first
 
 
 @kernel(BLOCK, calls=("multiply_panel", "multiply_paired"))
@@ -224,7 +208,7 @@ def _pack_queries(job: Any, where: Any, first_Z: Any, last_Z: Any, panel: Any) -
     for place in range(places):
         own = row + min(place, rows - 1)
         position, head = own // per_group, group * per_group + own % per_group
-        first_Z[place], last_Z[place] = _first_of(job.window, past + position), past + position
+        first_Z[place], last_Z[place] = first_seen(job.window, past + position), past + position
         offset = sequence * job.query_sequence + head * job.query_head + position * job.query_position
         offsets_Z[place] = offset // size if place < rows else -1
     pack(job.query, size, offsets_Z, np.empty(0, np.float32), panel)

@@ -86,15 +86,20 @@ def unchanged(builder: Any, address: Any, size: int) -> Any:
     return load(builder, address, many(FLOAT, size))
 
 
-def narrowed(builder: Any, values: Any) -> Any:
-    """Return the bits of the bfloat16 values that are nearest to 16 float32 values, with ties to even, as `narrow`."""
+def rounded(builder: Any, values: Any) -> Any:
+    """Return 16 integers whose upper halves are the bfloat16 values nearest to 16 float32 values, with ties to even."""
 
     def each(value: int) -> Any:
         return ir.Constant(INTS, [value] * LANES)
 
     bits = builder.bitcast(values, INTS)
     odd = builder.and_(builder.lshr(bits, each(16)), each(1))
-    return builder.trunc(builder.lshr(builder.add(builder.add(bits, each(0x7FFF)), odd), each(16)), SHORTS)
+    return builder.add(builder.add(bits, each(0x7FFF)), odd)
+
+
+def narrowed(builder: Any, values: Any) -> Any:
+    """Return the bits of the bfloat16 values that are nearest to 16 float32 values, as `narrow`."""
+    return builder.trunc(builder.lshr(rounded(builder, values), ir.Constant(INTS, [16] * LANES)), SHORTS)
 
 
 def loop(builder: Any, start: Any, end: Any, step: int, values: list[Any], body: Any) -> list[Any]:
