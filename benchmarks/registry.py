@@ -287,7 +287,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         *("response_writing", ("response_writing",), ("compress/distillation", "engine/batching", *ENGINE)),
-        trial=("--rounds", "1", "--lengths", "128"),
+        trial=("--rounds", "1", "--lengths", "128", "--before", ""),
     ),
     Benchmark("distill", ("distill",), RECIPES, trial=(*TINY_DISTILL, "sft,kd")),
     Benchmark(
