@@ -39,6 +39,7 @@ from compress.report.figures import DensifyPairsFigures
 from compress.report.pictures import Picture, draw_token_accuracy, draw_training, draw_usage
 from compress.run.claims import claims_output
 from compress.run.job import Run
+from compress.run.losses import before_and_after
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
@@ -180,17 +181,19 @@ def _measured(model: nn.Module, prepared: PreparedPairs) -> HeldOutPairs:
 
 def _quality(before: HeldOutPairs, after: HeldOutPairs) -> dict[str, float | None]:
     """Return perplexity and token accuracy before and after, with errors over pairs, and the ratio of the perplexities."""
-    names = [f"{name}_{time}" for name in ("perplexity", "token_accuracy") for time in ("before", "after")]
-    names += [f"{name}_stderr" for name in names] + [f"perplexity_ratio{end}" for end in ("", "_low", "_high")]
     if before is None or after is None:
+        names = [f"{name}_{time}" for name in ("perplexity", "token_accuracy") for time in ("before", "after")]
+        names += [f"{name}_stderr" for name in names] + [f"perplexity_ratio{end}" for end in ("", "_low", "_high")]
         return dict.fromkeys(names)
     first, then = (
         Measured(**{name: torch.tensor(own, dtype=torch.float64) for name, own in each.items()}) for each in (before, after)
     )
-    both = (first, then)
-    errors = [own.losses.standard_error(own.pairs_P) for own in both] + [own.token_accuracy_error for own in both]
-    values = [own.perplexity for own in both] + [own.token_accuracy for own in both]
-    return dict(zip(names, [*values, *errors, *then.losses.ratio_to(first.losses, first.pairs_P)], strict=True))
+    accuracies = {"token_accuracy_before": first, "token_accuracy_after": then}
+    return (
+        before_and_after("perplexity", first.losses, then.losses, first.pairs_P)
+        | {name: own.token_accuracy for name, own in accuracies.items()}
+        | {f"{name}_stderr": own.token_accuracy_error for name, own in accuracies.items()}
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from compress.dense.dense_training import recompute_if_large
 from compress.distillation.inputs import Distillable, identities, prepare_distillation
 from compress.distillation.recipes import METRICS
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
-from compress.distillation.response_perplexity import perplexity_of, response_losses
+from compress.distillation.response_perplexity import response_losses
 from compress.distillation.rouge import rouge_l
 from compress.distillation.router_report import (
     RouterReport,
@@ -36,7 +36,7 @@ from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
 from compress.run.clock import Clock
 from compress.run.job import Made, Run, check_weights
-from compress.run.losses import Losses
+from compress.run.losses import Losses, before_and_after
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trainer, figures
@@ -152,7 +152,7 @@ class Measure:
 
     def perplexity(self, examples: Sequence[Example]) -> float:
         """Return the perplexity of the responses in the data; NaN where the model's outputs are."""
-        return perplexity_of(self.losses(examples))
+        return self.losses(examples).perplexity
 
     def losses(self, examples: Sequence[Example]) -> Losses:
         """Return the losses on the responses in the data."""
@@ -163,7 +163,7 @@ class Measure:
     def both(self, examples: Sequence[Example]) -> tuple[float, Losses]:
         """Return the metric that selects the best state, and the losses on the responses in the data."""
         losses = self.losses(examples)
-        return (perplexity_of(losses) if self.writer is None else self(examples)), losses
+        return (losses.perplexity if self.writer is None else self(examples)), losses
 
 
 @dataclass
@@ -272,7 +272,7 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
             "metric_after": metrics[1],
             "teacher_experts": options.teacher_experts,
             "teacher_metric": metrics[2],
-            **_perplexities(*done.losses),
+            **before_and_after("response_perplexity", *done.losses, torch.arange(len(done.losses[0].summed_S))),
             "response_dtype": done.response_dtype,
             "time_share": done.clock.shares,
             "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
@@ -283,18 +283,6 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
             "examples": len(prepared.measured or prepared.validation),
             **({} if prepared.evaluation is None else {"evaluation": prepared.evaluation}),
         },
-    )
-
-
-def _perplexities(before: Losses, after: Losses) -> dict[str, float | None]:
-    """Return the responses' perplexities with their standard errors over examples, and their ratio, paired by example."""
-    examples_S, name = torch.arange(len(before.summed_S)), "response_perplexity"
-    ratio = after.ratio_to(before, examples_S)
-    own = {f"{name}_before": before, f"{name}_after": after}
-    return (
-        {key: perplexity_of(losses) for key, losses in own.items()}
-        | {f"{key}_stderr": losses.standard_error(examples_S) for key, losses in own.items()}
-        | {f"{name}_ratio": ratio.value, f"{name}_ratio_low": ratio.low, f"{name}_ratio_high": ratio.high}
     )
 
 

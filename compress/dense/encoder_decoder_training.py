@@ -10,7 +10,6 @@ Shape suffixes: B pairs of a batch, L positions, V vocabulary, T tokens without 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,7 @@ class Measured:
     @property
     def perplexity(self) -> float:
         """Perplexity; NaN where the model's outputs are."""
-        return self.losses.perplexity if self.losses.is_finite else math.nan
+        return self.losses.perplexity
 
     @property
     def token_accuracy(self) -> float:

@@ -5,7 +5,6 @@ Shape suffixes: S examples, B batch, L positions, T response tokens, D hidden, V
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -43,9 +42,4 @@ def response_losses(decoder: Decoder, examples: Sequence[Example], group_size: i
 
 def response_perplexity(decoder: Decoder, examples: Sequence[Example], group_size: int) -> float:
     """Return exp of the mean negative log-likelihood of all response tokens; NaN where the model's outputs are."""
-    return perplexity_of(response_losses(decoder, examples, group_size))
-
-
-def perplexity_of(losses: Losses) -> float:
-    """Return the perplexity of losses; NaN where one of them is not finite."""
-    return losses.perplexity if losses.is_finite else math.nan
+    return response_losses(decoder, examples, group_size).perplexity

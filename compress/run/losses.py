@@ -47,13 +47,10 @@ class Losses:
 
     @property
     def perplexity(self) -> float:
-        """Return exp of the mean negative log-likelihood."""
+        """Return exp of the mean negative log-likelihood; NaN where a loss is NaN or infinite."""
+        if not bool(self.summed_S.isfinite().all()):
+            return math.nan
         return math.exp(min(float(self.summed_S.sum() / self._predictions_S.sum()), LARGEST_EXPONENT))
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether every loss is a finite number."""
-        return bool(self.summed_S.isfinite().all())
 
     @property
     def _predictions_S(self) -> Tensor:
@@ -79,6 +76,21 @@ class Losses:
             return Ratio(value, None, None)
         low, high = means_R.clamp(max=LARGEST_EXPONENT).exp().quantile(torch.tensor(TAILS, dtype=torch.float64)).tolist()
         return Ratio(value, low, high)
+
+
+def before_and_after(name: str, before: Losses, after: Losses, documents_S: Tensor) -> dict[str, float | None]:
+    """Return two models' perplexities on the same windows, with their standard errors and their ratio, paired by document.
+
+    name: that of the figure, such as "perplexity", with which the names of all seven begin. documents_S: number of each
+    window's document.
+    """
+    ratio = after.ratio_to(before, documents_S)
+    own = {f"{name}_before": before, f"{name}_after": after}
+    return (
+        {key: losses.perplexity for key, losses in own.items()}
+        | {f"{key}_stderr": losses.standard_error(documents_S) for key, losses in own.items()}
+        | {f"{name}_ratio": ratio.value, f"{name}_ratio_low": ratio.low, f"{name}_ratio_high": ratio.high}
+    )
 
 
 def drawn_means(values_S: Tensor, predictions_S: Tensor, documents_S: Tensor) -> Tensor | None:

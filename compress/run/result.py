@@ -29,7 +29,7 @@ from compress.report.expert_record import ExpertRecord, save_record
 from compress.report.figures import ModelFigures, PerplexityFigures
 from compress.report.pictures import Pictured, draw, kept_experts, unit_shares
 from compress.run.job import AnyRun, HeldOut, Made, fingerprints, held_out
-from compress.run.losses import Losses
+from compress.run.losses import Losses, before_and_after
 from compress.run.work_directory import WorkDirectory
 from engine.adapted.adapted_checkpoint import open_mixture_checkpoint
 from engine.checkpoint.artifact import (
@@ -249,17 +249,8 @@ def perplexity_figures(windows: Windows | None, before: HeldOut, after: HeldOut)
     predictions, documents_S = windows.tokens_SL.shape[1] - 1, windows.documents_S
     both = (before["losses"], after["losses"])
     first, then = (Losses(torch.tensor(each, dtype=torch.float64), predictions) for each in both)
-    ratio = then.ratio_to(first, documents_S)
-    return {
-        "perplexity_before": first.perplexity,
-        "perplexity_before_stderr": first.standard_error(documents_S),
-        "perplexity_after": then.perplexity,
-        "perplexity_after_stderr": then.standard_error(documents_S),
-        "perplexity_ratio": ratio.value,
-        "perplexity_ratio_low": ratio.low,
-        "perplexity_ratio_high": ratio.high,
-        "evaluation_documents": windows.documents,
-    }
+    figures = before_and_after("perplexity", first, then, documents_S) | {"evaluation_documents": windows.documents}
+    return cast(PerplexityFigures, figures)
 
 
 def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: PerplexityFigures) -> ModelFigures:

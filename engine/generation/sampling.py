@@ -1,6 +1,7 @@
 """Sampling: the logits of one step to the next token of each sequence.
 
-Shape suffixes: B batch, V vocabulary, K largest scores of a row, C tokens that may follow.
+Shape suffixes: B batch, V vocabulary, K largest scores of a row, C tokens that may follow, N blocks of the vocabulary, T
+tokens of a block.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import CheckpointError
@@ -24,6 +26,8 @@ NOT_FINITE = (
 
 FIRST = 256
 """Number of a row's largest scores among which top-p is tried first."""
+BLOCK = 128
+"""Tokens of the vocabulary whose weights are added up at once where one is drawn."""
 LEAST_TEMPERATURE = 1e-5
 """Smallest temperature that is divided by: below it only exact ties could be sampled, and the quotient may overflow."""
 
@@ -44,11 +48,24 @@ def sample(logits_BV: Tensor, options: SamplingOptions, numbers: torch.Generator
 def drawn(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     """Return a token of each row in proportion to the weights, int64 [B]: the first whose cumulative sum exceeds the row's
     uniform number, float64, times the total.
+
+    Sums of blocks of tokens say in which block it is, and only that block's weights are added up one by one: the cumulative
+    sums of whole rows would take longer than the softmax.
     """
-    sums_BV = weights_BV.cumsum(dim=-1, dtype=torch.float64)
-    whole_B1 = sums_BV[:, -1:]
-    below_B1 = (uniforms_B1 * whole_B1).minimum(whole_B1.nextafter(whole_B1.new_zeros(())))  # rounding up may reach the sum
-    return torch.searchsorted(sums_BV, below_B1, right=True)[:, 0]
+    if further := -weights_BV.shape[-1] % BLOCK:
+        weights_BV = F.pad(weights_BV, (0, further))
+    blocks_BNT = weights_BV.unflatten(-1, (-1, BLOCK))
+    ends_BN = blocks_BNT.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    goal_B1 = _below(uniforms_B1 * ends_BN[:, -1:], ends_BN[:, -1:])
+    block_B1 = torch.searchsorted(ends_BN, goal_B1, right=True)
+    own_BT = blocks_BNT.take_along_dim(block_B1[..., None], dim=1)[:, 0].cumsum(dim=-1, dtype=torch.float64)
+    rest_B1 = goal_B1 - F.pad(ends_BN, (1, 0)).gather(-1, block_B1)
+    return (block_B1 * BLOCK + torch.searchsorted(own_BT, _below(rest_B1, own_BT[:, -1:]), right=True))[:, 0]
+
+
+def _below(values: Tensor, limits: Tensor) -> Tensor:
+    """Return values, and where rounding has made them reach a limit, the largest number below it."""
+    return values.minimum(limits.nextafter(limits.new_zeros(())))
 
 
 def sample_at(logits_V: Tensor, options: SamplingOptions, place: int, allowed_V: Tensor | None = None) -> int:

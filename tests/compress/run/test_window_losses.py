@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.run.losses import Losses, summed_by_owner
+from compress.run.losses import Losses, before_and_after, summed_by_owner
 
 PREDICTIONS = 10
 
@@ -80,6 +80,21 @@ def test_a_useless_model_has_a_finite_perplexity() -> None:
     useless = losses(torch.tensor([1e5, 2e5]))
     error = useless.standard_error(torch.arange(2))
     assert math.isfinite(useless.perplexity) and error is not None and math.isfinite(error)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_outputs_that_are_not_finite_have_no_perplexity(wrong: float) -> None:
+    assert math.isnan(losses(torch.tensor([1.0, wrong])).perplexity)
+
+
+def test_two_models_are_compared_by_the_names_of_the_figures() -> None:
+    """A loss of 1 and 3 nats, and 0.5 less on either window: e², e^1.5, and a ratio of e^-0.5 without doubt."""
+    first = torch.tensor([1.0, 3.0])
+    found = before_and_after("perplexity", losses(first), losses(first - 0.5), torch.arange(2))
+    assert found.pop("perplexity_before_stderr") == losses(first).standard_error(torch.arange(2))
+    assert found.pop("perplexity_after_stderr") == losses(first - 0.5).standard_error(torch.arange(2))
+    ratio = dict.fromkeys(("perplexity_ratio", "perplexity_ratio_low", "perplexity_ratio_high"), math.exp(-0.5))
+    assert found == pytest.approx({"perplexity_before": math.e**2, "perplexity_after": math.exp(1.5)} | ratio)
 
 
 def test_windows_of_different_lengths_weigh_by_their_tokens() -> None:

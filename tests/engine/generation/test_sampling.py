@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.errors import CheckpointError, OptionError
+from engine.generation import sampling
 from engine.generation.options import SamplingOptions
 from engine.generation.sampling import (
+    BLOCK,
     FIRST,
     are_finite,
     largest,
@@ -50,6 +53,23 @@ def test_temperature_sharpens() -> None:
     # Halving the temperature squares the probabilities.
     expected = PROBABILITIES.square() / PROBABILITIES.square().sum()
     assert torch.allclose(frequencies(temperature=0.5), expected, atol=0.04)
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK, 3 * BLOCK, 5 * BLOCK + 7])
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+def test_drawing_by_blocks_equals_adding_up_whole_rows(tokens: int, scale: float) -> None:
+    """Most weights are 0, in whole blocks too, and no token of weight 0 is drawn, by 0 or by the largest number below 1."""
+    generator = torch.Generator().manual_seed(tokens)
+    weights_BV = (scale * torch.randn(64, tokens, generator=generator)).exp()
+    weights_BV[:, BLOCK : 2 * BLOCK] = 0.0
+    weights_BV[torch.rand(64, tokens, generator=generator) < 0.7] = 0.0
+    weights_BV[:, 0] += weights_BV.sum(-1) == 0
+    uniforms_B = torch.rand(64, dtype=torch.float64, generator=generator)
+    uniforms_B[:4] = torch.tensor([0.0, 1e-300, 1 - 1e-9, 1 - 2.0**-53], dtype=torch.float64)
+    found_B = sampling.drawn(weights_BV, uniforms_B[:, None])
+    rows = zip(weights_BV.double().numpy().cumsum(-1), uniforms_B.tolist(), strict=True)
+    assert found_B.tolist() == [int(np.searchsorted(sums, uniform * sums[-1], side="right")) for sums, uniform in rows]
+    assert (weights_BV.gather(-1, found_B[:, None]) > 0).all()
 
 
 @pytest.mark.parametrize(("k", "kept"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (5, ALL), (99, ALL)])
