@@ -262,9 +262,8 @@ class Contender:
         raise RuntimeError(f"{self._process.args}: ended without an answer")
 
     def end(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+        """Let the process end with its input: killed, vLLM's would leave processes of its own."""
+        self._process.communicate()
 
 
 def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict[str, dict[str, Any]], list[float]]:
