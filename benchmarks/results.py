@@ -328,10 +328,11 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+    """Return the processor's name, with its family where the system tells it: clouds give one name to several families."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = found.get("model name") or platform.processor()
+    return f"{name}, family {found['cpu family']}" if "cpu family" in found else name
 
 
 def _state() -> dict[str, Any]:
