@@ -23,7 +23,7 @@ help: ## this list
 $(DEMO_STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH_PIP_OPTIONS) -c constraints.txt torch==2.13.0 setuptools wheel
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[fast]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[fast,serve]'
 	touch $@
 
 $(STAMP): $(DEMO_STAMP)
