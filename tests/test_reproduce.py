@@ -39,6 +39,7 @@ STAND_INS = {
     "benchmarks/reference_model": "shared-expert/model",
     "google/switch-base-32": "materials/switch",
     "google/switch-base-64": "materials/switch",
+    "path/to/untrained-switch-base-64": "materials/switch",
     "allenai/c4": "stdlib",
     "pairs.jsonl": "stdlib",
     "dolly/train.jsonl": "materials/signatures/train.jsonl",
@@ -49,11 +50,12 @@ STAND_INS = {
     "tiny-imagenet.npz": "materials/letters.npz",
     "imagenet": "materials/digits.npz",
     "birds": "materials/digits.npz",
-    "4,5,6,7,8,9,10,11,12,13,14,15,16": "2,8",
+    "4,5,6,7,8,9,10,11,12,13,14,15,16": "4,8",
     "56": "7",
     "48": "6",
     "32": "5",
     "path/to/cifar-teacher": "materials/teacher",
+    "path/to/cifar-resnet-50": "materials/teacher",
     "path/to/cifar-student": "materials/student-resnet",
     "path/to/cifar-mobilenet-v2": "materials/student-convnext",
     "microsoft/resnet-34": "materials/teacher-untrained",
@@ -67,7 +69,7 @@ STAND_INS = {
     "path/to/untrained-efficientnet-b0": "materials/student-convnext",
 }
 """Models, data and numbers of experts of the full size, and the small ones that take their place."""
-ALIKE = ("model", "teacher", "data", "seed", "weight", "epochs", "samples")
+ALIKE = ("model", "teacher", "data", "seed", "weight", "epochs", "samples", "k")
 """Variables of loops whose words differ by name or by a number alone: at a tiny size only the first is run."""
 TEXT = "--samples 4 --sequence-length 64 --evaluation-samples 2"
 FEW = "--validation-samples 2 --batch-size 2"

@@ -102,6 +102,25 @@ def test_values_of_the_paper_of_recipes() -> None:
     assert (made.epochs, made.limits.length, made.limits.prompt, made.select_by) == (10, 512, 256, "rouge-l")
 
 
+def test_values_of_the_paper_of_augmentation_routers_and_layers() -> None:
+    """M = 2 and λ = 0.05 of KA, the weight 0.01 of SAR's load balance, and 30,000 steps of layers with equal weights."""
+
+    def made(recipe: str) -> DistillOptions:
+        line = given(DistillOptions, recipe=recipe, model="a", teacher="b")
+        named = with_preset(line, (DistillOptions,), "distill", recipe)
+        return named.make(DistillOptions, model="a", output=Path("o"))
+
+    augmentation, router, layers = made("ka").augmentation, made("sar"), made("layer-mse")
+    assert (augmentation.samples, augmentation.probability) == (2, 0.05)
+    assert router.load_balance_weight == 0.01
+    assert (layers.steps, layers.learning_rate, layers.schedule, layers.warm_up_steps) == (
+        30_000,
+        1.252e-3,
+        "linear",
+        31_000,
+    )
+
+
 def test_values_of_the_paper_of_classifiers() -> None:
     line = given(ClassifierOptions, recipe="moe-kd", learning_rate=0.01)
     made = with_preset(line, (ClassifierOptions,), "classifier", "moe-kd").make_named(

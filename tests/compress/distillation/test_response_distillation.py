@@ -263,7 +263,7 @@ def test_what_routers_did_not_choose_and_how_far_they_moved(family: str, tmp_pat
 
 
 @EVERY
-def test_drift_of_routers_grows_along_the_layers_because_their_inputs_change(family: str, tmp_path: Path) -> None:
+def test_drift_of_routers_is_that_of_later_layers_too_because_their_inputs_change(family: str, tmp_path: Path) -> None:
     """The expected values are those of two complete teachers, token by token, without padding."""
     teacher, _ = models(tmp_path, family)
     old, gates = old_routers(teacher), [AllExperts() for _ in teacher.moe_blocks]

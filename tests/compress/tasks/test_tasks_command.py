@@ -209,3 +209,14 @@ def test_the_figures_of_four_bits_equal_a_loop_by_hand(place: Path, monkeypatch:
     for other in (scores_by_hand(small), scores_by_hand(DEMO_DIRECTORY, 1.0)):  # without skipping, with whole weights
         assert not agrees(found, other, 1e-2)
     assert found.skipped_share is not None and 0 < found.skipped_share < 1
+
+
+def test_a_comparison_has_the_figures_with_and_without_skipping(place: Path) -> None:
+    """Both are those of a loop by hand."""
+    options = ["--tasks", str(place / "own.yaml"), "--skip-threshold", "1", "--dtype", "float32"]
+    (row,) = run("compare", "demo", *options, "--no-speed", "--samples", "0")["rows"]
+    for key, threshold in (("tasks", 1.0), ("tasks_without_skipping", 0.0)):
+        expected = expected_figures(scores_by_hand(DEMO_DIRECTORY, threshold))
+        for name in ("acc", "acc_norm"):
+            assert row[key]["own"][name] == pytest.approx(expected[f"{name},none"], abs=1e-9)
+    assert row["tasks"]["own"]["acc"] != row["tasks_without_skipping"]["own"]["acc"]
