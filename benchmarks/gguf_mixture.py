@@ -4,9 +4,9 @@ pip install llama-cpp-python
 python benchmarks/gguf_mixture.py MODEL --data TEXT --text FILE [--peer-python PYTHON] [--windows 20] [--samples 64]
 
 MODEL is a directory, such as examples/real_mixture.py and training make. Pruning is calibrated on TEXT, and perplexity is
-that of FILE, in windows of 512 tokens without overlap. Files are made by `compress prune` and `compress export`. Both
-programs read them as they do by default; ours reads windows as prompts, and token by token as in decoding. llama.cpp may be
-installed for another Python.
+that of FILE, in windows of 512 tokens without overlap; errors are over windows, and ratios are paired by window. Files are
+made by `compress prune` and `compress export`. Both programs read them as they do by default; ours reads windows as prompts,
+and token by token as in decoding. llama.cpp may be installed for another Python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gguf_smollm2 import PEER, WINDOW, WORKERS, Contender
+from gguf_smollm2 import PEER, WINDOW, WORKERS, Contender, compared, with_error
 from results import NOT_POSSIBLE_HERE, ROOT, markdown, require, save
 
 PRUNED = {
@@ -39,19 +39,18 @@ def table(figures: dict[str, Any]) -> str:
             row["title"],
             row["type"],
             f"{row['bytes'] / 1e6:.0f}",
-            f"{row['ours']['perplexity']:.3f} ({row['ours']['perplexity_decoding']:.3f})",
-            f"{row[PEER]['perplexity']:.3f}",
-            f"{row['ours']['perplexity'] / row[PEER]['perplexity']:.4f}",
+            f"{with_error(row['ours'])} ({row['ours']['perplexity_decoding']:.2f})",
+            with_error(row[PEER]),
+            f"{row['perplexity_ratio']:.4f} ({row['perplexity_ratio_low']:.4f} to {row['perplexity_ratio_high']:.4f})",
         ]
         for row in figures["rows"]
     ]
-    return markdown(["model", "type", "MB", "this engine (decoding)", PEER, "ratio"], rows)
+    return markdown(["model", "type", "MB", "this engine (decoding)", PEER, "ratio, 95 %"], rows)
 
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
     """Return the largest difference of the two programs over all files."""
-    ratios = [row["ours"]["perplexity"] / row[PEER]["perplexity"] for row in figures["rows"]]
-    return {"most": f"{max(abs(ratio - 1) for ratio in ratios):.2%}"}
+    return {"most": f"{max(abs(row['perplexity_ratio'] - 1) for row in figures['rows']):.2%}"}
 
 
 TABLES = {"gguf_mixture": table}
@@ -63,7 +62,7 @@ def compress(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "cli", *words], cwd=ROOT, check=True, stdout=sys.stderr)
 
 
-def compared(file: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_by_both(file: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what both programs say of a file, and what is known of llama.cpp."""
     found: dict[str, Any] = {"bytes": file.stat().st_size}
     about = {}
@@ -75,7 +74,7 @@ def compared(file: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any],
         reader.end()
     tokens = [found[kind].pop("tokens") for kind in WORKERS]
     assert tokens[0] == tokens[1], "the programs read other tokens"
-    return found, about
+    return found | compared({kind: found[kind] for kind in WORKERS}), about
 
 
 def main() -> None:
@@ -104,7 +103,7 @@ def main() -> None:
                 compress("prune", str(arguments.model.resolve()), *words, *QUARTER, *text, "-o", str(model))
             for kind in TYPES.get(title, ("bf16",)):
                 compress("export", str(model), "--format", "gguf", "--type", kind, "-o", str(file), "--overwrite")
-                found, about = compared(file, arguments)
+                found, about = read_by_both(file, arguments)
                 rows.append({"title": title, "type": kind} | found)
     figures = {"text": arguments.text.name, "windows": arguments.windows, "window": WINDOW, "samples": arguments.samples}
     save("gguf_mixture", figures | {"rows": rows}, {PEER: {"package": "llama-cpp-python", **about}})

