@@ -54,7 +54,7 @@ def _evaluate_perplexity(given: Given, options: EvaluateOptions) -> Figures:
     spread = "" if figures["value_stderr"] is None else f" ± {figures['value_stderr']:.4f}"
     given.say(
         f"{figures['metric']} {figures['value']:.4f}{spread} on {figures['tokens']:,} tokens of {figures['documents']} "
-        f"documents in {figures['seconds']:.1f} s"
+        f"documents in {_time_and_skipped(figures)}"
     )
     return figures
 
@@ -65,9 +65,13 @@ def _evaluate_tasks(given: Given, options: EvaluateOptions) -> Figures:
     given.chosen_device()  # raises OptionError for CUDA on a machine without it
     figures = evaluate_tasks(options, progress_bar)
     given.say(table(task_rows(figures["value"])))
-    skipped = figures["experts_skipped_share"]
-    given.say(f"{figures['seconds']:.1f} s" + (f", experts skipped {skipped:.1%}" if skipped else ""))
+    given.say(_time_and_skipped(figures))
     return figures
+
+
+def _time_and_skipped(figures: Figures) -> str:
+    skipped = figures.get("experts_skipped_share")
+    return f"{figures['seconds']:.1f} s" + (f", experts skipped {skipped:.1%}" if skipped else "")
 
 
 def task_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
