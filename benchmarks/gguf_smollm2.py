@@ -41,7 +41,7 @@ def table(figures: dict[str, Any]) -> str:
     rows = [
         [
             name,
-            f"{with_error(own)}" + (f" ({own['perplexity_decoding']:.2f})" if "perplexity_decoding" in own else ""),
+            with_error(own) + (f" ({own['perplexity_decoding']:.2f})" if "perplexity_decoding" in own else ""),
             f"{statistics.median(own['decode']):.0f}",
             shown,
             f"{own['peak_bytes'] / 1e6:.0f}",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from results import ROOT, markdown, save, times
 from torch import Tensor
-from two_trees import checkout
+from two_trees import Version, checkout
 
 from calibrate.batches import calibration_texts
 from calibrate.instructions import Example
@@ -85,27 +84,13 @@ def written(writer: Callable[..., list[Example]], prompts: list[list[int]], leng
     return sum(len(example.response) for example in examples), time.perf_counter() - started
 
 
-class Before:
+class Before(Version):
     """Another version of this project, whose process keeps a student and writes when it is asked to."""
-
-    def __init__(self, tree: Path, student: Path) -> None:
-        environment = os.environ | {"PYTHONPATH": str(tree)}
-        command = [sys.executable, "-c", WORKER, str(student)]
-        self._process: Any = subprocess.Popen(
-            command, cwd=tree, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
 
     def __call__(self, prompts: list[list[int]], length: int) -> tuple[int, float]:
         """Return the number of tokens of responses and the seconds that they took."""
-        self._process.stdin.write(json.dumps([prompts, length]) + "\n")
-        self._process.stdin.flush()
-        tokens, seconds = self._process.stdout.readline().split()
+        tokens, seconds = self.ask(json.dumps([prompts, length])).split()
         return int(tokens), float(seconds)
-
-    def stop(self) -> None:
-        """End the process."""
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def measured(
@@ -119,7 +104,7 @@ def measured(
         "torch": partial(written, Writer(student)),
         "paged_float32": partial(written, partial(write_together, student)),
     }
-    before = None if old is None else Before(old, directory)
+    before = None if old is None else Before(old, WORKER, str(directory), work=old)
     if before is not None:
         ways["before"] = before
     rows = []

@@ -60,33 +60,46 @@ for line in sys.stdin:
 """
 
 
-class Worker:
-    """A process of one version that keeps a model open and computes when it is asked to."""
+class Version:
+    """A process of one version of this project, which runs a script that answers lines."""
 
-    def __init__(self, tree: Path, model: str, threads: int, work: Path) -> None:
-        environment = os.environ | {"PYTHONPATH": str(tree), "COMPRESS_KERNELS": "compiled"}
-        command = [sys.executable, "-c", WORKER, model, str(threads)]
+    def __init__(self, tree: Path, script: str, *arguments: str, work: Path, **environment: str) -> None:
+        """work: the directory that it runs in. environment: further variables."""
+        variables = os.environ | {"PYTHONPATH": str(tree)} | environment
+        command = [sys.executable, "-c", script, *arguments]
         self._process: Any = subprocess.Popen(
-            command, cwd=work, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command, cwd=work, env=variables, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self.load_seconds = self._answer()
 
-    def seconds(self, test: str, count: int) -> float:
-        """Return the mean duration of so many runs of a test."""
-        self._process.stdin.write(f"{test} {count}\n")
+    def ask(self, line: str) -> str:
+        """Return the answer to a line."""
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self.answer()
+
+    def answer(self) -> str:
+        """Return the next line that it prints. Raises SystemExit if it has ended."""
+        line: str = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a worker ended; its error is above")
+        return line
 
     def stop(self) -> None:
         """End the process."""
         self._process.stdin.close()
         self._process.wait()
 
-    def _answer(self) -> float:
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a worker ended; its error is above")
-        return float(line)
+
+class Worker(Version):
+    """A process of one version that keeps a model open and computes when it is asked to."""
+
+    def __init__(self, tree: Path, model: str, threads: int, work: Path) -> None:
+        super().__init__(tree, WORKER, model, str(threads), work=work, COMPRESS_KERNELS="compiled")
+        self.load_seconds = float(self.answer())
+
+    def seconds(self, test: str, count: int) -> float:
+        """Return the mean duration of so many runs of a test."""
+        return float(self.ask(f"{test} {count}"))
 
 
 def paired(trees: dict[str, Path], model: str, pairs: int, threads: int, work: Path) -> dict[str, dict[str, list[float]]]:

@@ -70,7 +70,7 @@ def _evaluate_tasks(given: Given, options: EvaluateOptions) -> Figures:
 
 
 def _time_and_skipped(figures: Figures) -> str:
-    skipped = figures.get("experts_skipped_share")
+    skipped = figures["experts_skipped_share"]
     return f"{figures['seconds']:.1f} s" + (f", experts skipped {skipped:.1%}" if skipped else "")
 
 

@@ -103,7 +103,7 @@ def test_values_of_the_paper_of_recipes() -> None:
 
 
 def test_values_of_the_paper_of_augmentation_routers_and_layers() -> None:
-    """M = 2 and λ = 0.05 of KA, the weight 0.01 of SAR's load balance, and 30,000 steps of layers with equal weights."""
+    """M = 2 and λ = 0.05 of KA, the weight 0.01 of SAR's load balance, and the 30,000 steps of layers."""
 
     def made(recipe: str) -> DistillOptions:
         line = given(DistillOptions, recipe=recipe, model="a", teacher="b")
