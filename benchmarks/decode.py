@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from engine_speed import write_skip_tables
+from hidden_instructions import HIDDEN, require_built_without
 from random_model import shape, write_random_model
 from results import NOT_POSSIBLE_HERE, RESULTS, markdown, require, save, times
 from vllm_agreement import version as vllm_version
@@ -71,16 +72,6 @@ IMPLEMENTATIONS = {
 """Implementations of experts in transformers, some with each layer compiled by torch.compile. batched_mm is left out for
 prompts: it copies every token's experts, 18 GB for a prompt of 512.
 """
-HIDDEN = {
-    "avx512": {
-        "NUMBA_CPU_NAME": "haswell",
-        "NUMBA_CPU_FEATURES": "+64bit,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+bmi,+bmi2,+f16c,+fma",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    }
-}
-"""Environments in which this engine and transformers do not use some instructions, by the name of what is hidden."""
 REQUIRED = {"amx": torch.cpu._is_amx_tile_supported}
 """Whether the processor has some instructions, by the name of what figures require."""
 Rates = dict[str, dict[str, list[float]]]
@@ -478,9 +469,7 @@ def main() -> None:
             print(json.dumps(answer(line.strip())), flush=True)
         return
     require("llama_cpp", "gguf", "matplotlib")
-    if arguments.hide and "AVX512 = 1" in peers(arguments.vllm_python)["llama.cpp by llama-cpp-python"]["build"]:
-        print("llama.cpp was built with AVX-512, which it cannot hide; build it with GGML_NATIVE=OFF", file=sys.stderr)
-        sys.exit(NOT_POSSIBLE_HERE)
+    require_built_without(arguments.hide, peers(arguments.vllm_python)["llama.cpp by llama-cpp-python"]["build"])
     if arguments.hide and arguments.vllm_python:
         parser.error("--hide has no effect on vLLM; leave out --vllm-python")
     if arguments.require and not REQUIRED[arguments.require]():

@@ -58,6 +58,12 @@ class LlamaCpp:
         raise RuntimeError(f"{self._process.args}: ended without an answer")
 
 
+def build_of(python: str) -> str:
+    """Return the instructions that llama.cpp was built with."""
+    script = "import llama_cpp; print(llama_cpp.llama_print_system_info().decode())"
+    return subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout
+
+
 def answers(given: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return what the process answers."""
     import llama_cpp

@@ -1,18 +1,20 @@
 """Memory and speed of models that are multiplied as stored: FP8 of a DeepSeek shape, and MXFP4 of a GPT-OSS shape.
 
-python benchmarks/packed_floats.py [--layers 3] [--rounds 40] [--peer-python PYTHON]
+python benchmarks/packed_floats.py [--layers 3] [--rounds 40] [--peer-python PYTHON] [--hide avx512]
 
 Weights are random, and each model has more than 1 B parameters with 3 layers. Resident memory is that of a process which
 reads a prompt of 512 random tokens, and then some more one by one, after all weights were read once, so that none is missing
 from memory because no token used it. The speed is that of single tokens, in turns with the same weights dequantized to
 bfloat16, in one process. With --peer-python, a Python that has llama-cpp-python, llama.cpp decodes the GGUF file of the same
-MXFP4 weights (`compress export --type stored`), in turns with us.
+MXFP4 weights (`compress export --type stored`), in turns with us. With `--hide avx512` nothing uses AVX-512, which shows a
+processor with AVX2 alone; llama.cpp must have been built without it too (GGML_NATIVE=OFF).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llama_cpp_peer import NAME, LlamaCpp
+from hidden_instructions import HIDDEN, require_built_without
+from llama_cpp_peer import NAME, LlamaCpp, build_of
 from random_model import random_tensor, write_tokenizer
 from results import markdown, save, times
 
@@ -36,6 +39,7 @@ from engine.families.resolve import decoder_config
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 from engine.generation.generate import Engine
+from engine.kernels import linear
 from engine.kernels.kernel_choice import DECODING
 from engine.passes.memory_budget import resident_memory_bytes
 
@@ -210,9 +214,9 @@ PARTS = {part.__name__: part for part in (speed, memory)}
 """The first process compiles the kernels, which takes memory that a later one does not need."""
 
 
-def measured(part: str, model: Path, rounds: int) -> dict[str, Any]:
-    """Run one of the functions above in a process of its own."""
-    command = [sys.executable, __file__, "--part", part, str(model), str(rounds)]
+def measured(part: str, model: Path, rounds: int, options: list[str]) -> dict[str, Any]:
+    """Run one of the functions above in a process of its own, with these options of this script."""
+    command = [sys.executable, __file__, *options, "--part", part, str(model), str(rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures
@@ -247,7 +251,7 @@ def beside_text(own: list[float], others: list[float]) -> str:
     return times(statistics.median(mine / other for mine, other in zip(own, others, strict=True)), own, others)
 
 
-TABLES = {"packed_floats": table}
+TABLES = {"packed_floats": table, "packed_floats_without_avx512": table}
 
 
 def main() -> None:
@@ -255,22 +259,33 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=40, help="tokens of which the speed is measured")
     parser.add_argument("--peer-python", help="Python that has llama-cpp-python; without it, llama.cpp is left out")
+    parser.add_argument("--hide", choices=HIDDEN, default="", help="instructions that nothing uses")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    own = HIDDEN.get(arguments.hide, {})
+    if not own.items() <= os.environ.items():  # libraries have read the environment already
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | own)
+    if own:
+        linear.has_half_arithmetic = lambda: False  # torch tells what the processor has, whatever the environment hides
     if arguments.part:
         part, *words = arguments.part
         print(json.dumps(PARTS[part](*words)))
         return
+    if arguments.peer_python:
+        require_built_without(arguments.hide, build_of(arguments.peer_python))
     rows = []
     for name, own in SHAPES.items():
         with tempfile.TemporaryDirectory() as temporary:
             model = Path(temporary) / "model"
             write_packed_model(model, COMMON | own | {"num_hidden_layers": arguments.layers})
-            figures = {key: value for part in PARTS for key, value in measured(part, model, arguments.rounds).items()}
+            hide = ["--hide", arguments.hide] if arguments.hide else []
+            made = (measured(part, model, arguments.rounds, hide) for part in PARTS)
+            figures = {key: value for each in made for key, value in each.items()}
             if arguments.peer_python and own["quantization_config"]["quant_method"] == "mxfp4":
                 figures |= beside_peer(model, arguments.rounds, arguments.peer_python)
             rows.append({"model": name} | figures)
-    save("packed_floats", {"allowed_times": ALLOWED_TIMES, "allowed_beyond": ALLOWED_BEYOND, "rows": rows})
+    name = f"packed_floats_without_{arguments.hide}" if arguments.hide else "packed_floats"
+    save(name, {"allowed_times": ALLOWED_TIMES, "allowed_beyond": ALLOWED_BEYOND, "rows": rows})
 
 
 if __name__ == "__main__":

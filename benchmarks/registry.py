@@ -191,6 +191,13 @@ BENCHMARKS = (
         trial=("--layers", "1", "--sequences", "2"),
     ),
     Benchmark("packed_floats", ("packed_floats",), MEMORY, trial=("--layers", "2", "--rounds", "2"), inputs=LLAMA),
+    Benchmark(
+        *("packed_floats", ("packed_floats_without_avx512",), MEMORY),
+        arguments=("--hide", "avx512"),
+        trial=("--hide", "avx512", "--layers", "2", "--rounds", "2"),
+        needs="llama.cpp built by GGML_NATIVE=OFF",
+        inputs=LLAMA,
+    ),
     Benchmark("pruning_memory", ("pruning_memory",), PRUNING, trial=("--layers", "1", "--samples", "2")),
     Benchmark(
         *("larger_than_memory", ("larger_than_memory",), (*MEMORY, "engine/expert_cache")),

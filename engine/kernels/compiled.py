@@ -51,7 +51,7 @@ from engine.kernels.step.layers import (
     WHOLE_NORM,
 )
 from engine.kernels.step.recurrence import RECURRENT, recurrent_layer
-from engine.kernels.stored import block_products, float_products, low_bit
+from engine.kernels.stored import block_products, float_products, half_byte_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
 from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
 from engine.kernels.stored.forms import (
@@ -113,6 +113,7 @@ __all__ = [
     "expert_table",
     "float_products",
     "form_address",
+    "half_byte_products",
     "load_parts",
     "multiplies_many",
     "needed",

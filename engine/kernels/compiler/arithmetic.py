@@ -24,7 +24,7 @@ def as_float(context: Any, bits: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _as_bits(context: Any, value: Any) -> Any:
+def as_bits(context: Any, value: Any) -> Any:
     """Return the 32 bits of a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -42,7 +42,7 @@ def widen(bits: Any) -> Any:
 @inline
 def narrow(value: Any) -> Any:
     """Return the bits of the bfloat16 that is nearest to a float32 value, with ties to even."""
-    bits = _as_bits(value)
+    bits = as_bits(value)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.compiler.processor import IS_ARM, MIXES_SIGNS, WIDENS_HALVES
+from engine.kernels.compiler.processor import IS_ARM, MIXES_SIGNS, SHIFTS_BYTES, WIDENS_HALVES
 
 LANES = 16
 """Number of float32 values in a vector register."""
@@ -212,6 +212,25 @@ def add_quadruples(builder: Any, total: Any, unsigned: Any, signed: Any, lanes: 
         return total
     dot = ir.FunctionType(lanes, [lanes] * 3)
     return builder.asm(dot, "vpdpbusd $3, $2, $0", "=v,0,v,v", [total, unsigned, signed], False)
+
+
+def looked_up(builder: Any, codes: Any, table: list[int]) -> Any:
+    """Return the byte of a table of 16 bytes at the place in the low four bits of each byte (AVX512-VBMI, AVX2 or ARM)."""
+    kind, size = codes.type, codes.type.count
+    if SHIFTS_BYTES:  # the instruction ignores the bits above those of places, and the table repeats itself
+        places = ir.Constant(kind, table * (size // 16))
+        return builder.asm(ir.FunctionType(kind, [kind] * 2), "vpermb $1, $2, $0", "=v,v,v", [places, codes], False)
+    low, made, each = builder.and_(codes, ir.Constant(kind, [15] * size)), [], 16 if IS_ARM else min(size, 32)
+    own = ir.VectorType(BYTE, each)
+    places, look_up = ir.Constant(own, table * (each // 16)), ir.FunctionType(own, [own] * 2)
+    for (part,) in cut(builder, each, low):
+        if IS_ARM:
+            name = "llvm.aarch64.neon.tbl1.v16i8"
+            function = builder.module.globals.get(name) or ir.Function(builder.module, look_up, name)
+            made.append(builder.call(function, [places, part]))
+        else:
+            made.append(builder.asm(look_up, "vpshufb $2, $1, $0", "=x,x,x", [places, part], False))
+    return joined(builder, made)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]

@@ -56,7 +56,7 @@ _SUMS = 2
 """Number of registers that accumulate one product, so that additions do not wait for each other."""
 
 
-class _Matrix:
+class Matrix:
     """A matrix of packed floats, as a product reads it."""
 
     def __init__(self, builder: Any, kind: FloatKind, address: Any, inputs: Any) -> None:
@@ -95,28 +95,33 @@ class _Matrix:
 class _Vector:
     """One prepared vector, as a product reads it."""
 
-    def __init__(self, builder: Any, address: Any, inputs: Any, place: int, *, pairs: bool) -> None:
-        self._builder, self._pairs = builder, pairs
-        self._size = 2 if pairs else 4
-        self._values = at(builder, address, builder.mul(inputs, INDEX(place)), self._size)
+    pairs = False
+    """Whether the values are bfloat16."""
+
+    def __init__(self, builder: Any, address: Any, inputs: Any, row: Any) -> None:
+        """address: of the first vector. row: its number."""
+        self._builder, self._size = builder, 2 if self.pairs else 4
+        self._values = at(builder, address, builder.mul(inputs, row), self._size)
 
     def added(self, total: Any, weights: Any, index: Any) -> Any:
         """Return a register of sums with the products of one register of weights and the values from `index` on."""
         builder = self._builder
         place = at(builder, self._values, index, self._size)
-        if self._pairs:
+        if self.pairs:
             return add_pairs(builder, total, weights, load(builder, place, INTS))
         return add_product(builder, total, weights, load(builder, place, FLOATS))
 
 
-def _row_products(
-    builder: Any, matrix: _Matrix, row: tuple[Any, Any], vectors: list[_Vector], inputs: Any, pairs: bool
-) -> Any:
+class _PairsOfVector(_Vector):
+    pairs = True
+
+
+def _row_products(builder: Any, matrix: Matrix, row: tuple[Any, Any], vectors: list[_Vector], inputs: Any) -> list[Any]:
     """Return for each vector a register of 16 partial sums, which add up to its product with one matrix row.
 
     row: the addresses of the row's numbers and of its scales.
     """
-    kind, (weights, own_scales) = matrix.kind, row
+    kind, (weights, own_scales), pairs = matrix.kind, row, vectors[0].pairs
     zero, each = ir.Constant(FLOATS, [0.0] * LANES), (2 if pairs else 1) * LANES
 
     def taking(size: int) -> Any:
@@ -153,11 +158,11 @@ def _row_products(
     return [builder.fadd(first, second, flags=IN_ORDER) for first, second in pairs_of_sums]
 
 
-def _product(kind: FloatKind, *, pairs: bool) -> Any:
+def product_of(kind: FloatKind, prepared: Any, row_products: Any) -> Any:
     """Return a function like the kernels of `MULTIPLY`. Four vectors are multiplied at once, then two.
 
     Four matrix rows are taken one after another with one vector, two with two, and one with four. The address of the scales
-    is that of a FLOATS_OF_MATRIX.
+    is that of a FLOATS_OF_MATRIX. prepared: the class of a prepared vector. row_products: as `_row_products`.
     """
 
     def product(
@@ -167,19 +172,18 @@ def _product(kind: FloatKind, *, pairs: bool) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, address, count, inputs, x, rows, results, stride = arguments
-        matrix = _Matrix(builder, kind, address, inputs)
+        matrix = Matrix(builder, kind, address, inputs)
         begin = matrix.first(place)
 
         def taking(taken: int) -> Any:
             def every_row(row: Any, _: list[Any]) -> list[Any]:
-                own = at(builder, x, builder.mul(row, inputs), 2 if pairs else 4)
-                vectors = [_Vector(builder, own, inputs, r, pairs=pairs) for r in range(taken)]
+                vectors = [prepared(builder, x, inputs, builder.add(row, INDEX(r))) for r in range(taken)]
 
                 def tile(first: Any, _: list[Any]) -> list[Any]:
                     sums: list[Any] = []
                     for matrix_row in range(MULTIPLE_OF_OUTPUTS // taken):
                         number = builder.add(begin, builder.add(first, INDEX(matrix_row)))
-                        sums += _row_products(builder, matrix, matrix.addresses(number), vectors, inputs, pairs=pairs)
+                        sums += row_products(builder, matrix, matrix.addresses(number), vectors, inputs)
                     for number, total in enumerate(added_up(builder, sums)):
                         r, matrix_row = number % taken, number // taken
                         own_row = builder.mul(builder.add(row, INDEX(r)), stride)
@@ -206,7 +210,7 @@ def _wide_rows(kind: FloatKind) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, first, count, inputs, target = arguments
-        matrix = _Matrix(builder, kind, address, inputs)
+        matrix = Matrix(builder, kind, address, inputs)
         divisor = every(builder, matrix.divisor, LANES)
 
         def taking(size: int, row: tuple[Any, Any], own_target: Any) -> Any:
@@ -255,9 +259,10 @@ WORK: Any = None
 """The code of a kernel, which `add_kernel` puts in this place."""
 
 
-def _multiply(
+def multiply(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
+    """Multiply as `MULTIPLY` says. The address of the scales is that of a FLOATS_OF_MATRIX."""
     WORK(weights, scales, count, inputs, x, rows, results, stride)
 
 
@@ -267,8 +272,8 @@ def _widen(weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs
 
 for _kind in FLOAT_KINDS.values():
     if TAKES_PAIRS:
-        add_kernel(f"multiply_{_kind.key}", MULTIPLY, _multiply, _product(_kind, pairs=True))
-    add_kernel(f"multiply_exact_{_kind.key}", MULTIPLY, _multiply, _product(_kind, pairs=False))
+        add_kernel(f"multiply_{_kind.key}", MULTIPLY, multiply, product_of(_kind, _PairsOfVector, _row_products))
+    add_kernel(f"multiply_exact_{_kind.key}", MULTIPLY, multiply, product_of(_kind, _Vector, _row_products))
     add_kernel(f"widen_{_kind.key}", WIDEN, _widen, _wide_rows(_kind))
 
 

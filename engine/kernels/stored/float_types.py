@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from engine.kernels.compiler.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, INTS, LANES, SHORT
+from engine.kernels.compiler.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, INTS, LANES, SHORT, wide_halves
 from engine.kernels.compiler.memory import record_at
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, SHIFTS_BYTES
 from engine.kernels.stored.block_types import every, joined, taken
@@ -26,7 +26,8 @@ UNIT = 64
 REST = 32
 """Number of weights of 4 bits that may be left at the end of a row."""
 TAKES_PAIRS = MULTIPLIES_BFLOAT16 and SHIFTS_BYTES
-"""Whether weights are unpacked to bfloat16, whose pairs the processor multiplies. Elsewhere they become float32."""
+"""Whether weights become bfloat16, whose pairs the processor multiplies. Elsewhere they become float32, and those of 4 bits
+integers (half_byte_products.py) where it multiplies integers."""
 FLOATS_OF_MATRIX = np.dtype(
     [
         ("values", np.int64),  # address of the first row
@@ -46,7 +47,8 @@ WHOLE_ROWS = 1 << 40
 WHOLE_SHIFT = 62
 """The shift of scales that hold for whole rows."""
 _E4M3_NAN = 0x7F
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The sizes of the numbers of E2M1."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +117,15 @@ def _parts(builder: Any, data: Any) -> list[Any]:
 
 
 def wide_e4m3(builder: Any, data: Any) -> Any:
-    """Return float32 values of a vector of bytes in E4M3: four bits of exponent with a bias of 7, no infinity, one NaN."""
-    numbers, wide = ir.VectorType(INT, data.type.count), ir.VectorType(FLOAT, data.type.count)
-    bits = builder.zext(data, numbers)
-    size = builder.and_(bits, _same(numbers, 0x7F))
-    sign = builder.shl(builder.and_(bits, _same(numbers, 0x80)), _same(numbers, 24))
-    normal = builder.add(builder.shl(size, _same(numbers, 20)), _same(numbers, 120 << 23))
-    small = builder.fmul(builder.uitofp(size, wide), ir.Constant(wide, [2.0**-9] * data.type.count), flags=IN_ORDER)
-    value = builder.select(builder.icmp_unsigned("<", size, _same(numbers, 8)), builder.bitcast(small, numbers), normal)
-    is_nan = builder.icmp_unsigned("==", size, _same(numbers, _E4M3_NAN))
-    value = builder.select(is_nan, _same(numbers, 0x7FC00000), value)
-    return builder.bitcast(builder.or_(value, sign), wide)
+    """Return float32 values of a vector of bytes in E4M3: four bits of exponent with a bias of 7, no infinity, one NaN.
+
+    Their bits are those of a float16 that is 2⁻⁸ times as large, whose exponent has five bits and a bias of 15.
+    """
+    shorts, wide = ir.VectorType(SHORT, data.type.count), ir.VectorType(FLOAT, data.type.count)
+    bits, largest = builder.shl(builder.sext(data, shorts), _same(shorts, 7)), _same(shorts, _E4M3_NAN << 7)
+    is_nan = builder.icmp_unsigned("==", builder.and_(bits, largest), largest)
+    half = builder.select(is_nan, _same(shorts, 0x7E00), builder.and_(bits, _same(shorts, 0xBFFF)))
+    return builder.fmul(wide_halves(builder, half), ir.Constant(wide, [256.0] * data.type.count), flags=IN_ORDER)
 
 
 def _bfloat16(value: float) -> int:
@@ -178,7 +178,7 @@ def _pairs_of_halves(builder: Any, data: Any) -> list[Any]:
 def _of_halves(builder: Any, places: Any) -> Any:
     """Return the numbers of 32 codes, each in the low four bits of 16. The table ignores bit 4, and the instruction ignores
     the bits above."""
-    signed = [_bfloat16(size) for size in _MAGNITUDES]
+    signed = [_bfloat16(size) for size in MAGNITUDES]
     table = ir.Constant(places.type, (signed + [size | 0x8000 for size in signed]) * 2)
     look_up = ir.FunctionType(places.type, [places.type] * 2)
     found = builder.asm(look_up, "vpermw $1, $2, $0", "=v,v,v", [table, places], False)

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.kernels.compiler.compiling import KERNELS, Kernel, inline
 from engine.kernels.compiler.memory import record_at
-from engine.kernels.compiler.processor import MULTIPLIES_QUADRUPLES
+from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS, MULTIPLIES_QUADRUPLES
 from engine.kernels.dot_products import VALUE_BYTES
 from engine.kernels.stored.block_types import BLOCK_KINDS, RUN
 from engine.kernels.stored.float_types import FLOAT_KINDS, TAKES_PAIRS
@@ -39,6 +39,8 @@ MIXED: Form = ("mixed", RUN)
 """The form of experts whose matrices have several forms."""
 _ROUNDED_BYTES = 5
 """Bytes of four values of a vector that is rounded to 8 bits: each 32 have a scale and a sum."""
+_HALF_BYTES = 10
+"""Bytes of four values of a vector whose values become two bytes: each 16 have a scale and a sum."""
 FORM = np.dtype(
     [
         ("bits", np.int64),  # of a weight; nominal for blocks
@@ -89,7 +91,7 @@ def _row(kind: int | str) -> _Row:
         size = 4 if kind == FLOAT32[0] else 2
         return _Row(8 * size, 1, size, 16, f"multiply_{kind}", "prepare_wide")
     if kind == MIXED[0]:
-        return _Row(8, 1, 1, max(_ROUNDED_BYTES, 4 * VALUE_BYTES, 8 if TAKES_PAIRS else 16))
+        return _Row(8, 1, 1, max(_ROUNDED_BYTES, 4 * VALUE_BYTES, *(_row_of_floats(own).vector for own in FLOAT_KINDS)))
     if isinstance(kind, int):
         numbers, size = (8, kind) if 8 % kind else (8 // kind, 1)
         return _Row(kind, numbers, size, _ROUNDED_BYTES, f"multiply_{kind}", f"prepare_{kind}", f"widen_{kind}")
@@ -106,13 +108,13 @@ def _row(kind: int | str) -> _Row:
 
 def _row_of_floats(kind: str) -> _Row:
     own = FLOAT_KINDS[kind]
-    exact = "" if TAKES_PAIRS else "exact_"
-    if own.bits == 8:
-        prepare = "prepare_bytes" if TAKES_PAIRS else "prepare_wide"
+    if TAKES_PAIRS:
+        way, prepare, vector = "", "prepare_bytes" if own.bits == 8 else "prepare_halves", 8
+    elif own.bits == 4 and MULTIPLIES_INTEGERS:
+        way, prepare, vector = "rounded_", "prepare_rounded_halves", _HALF_BYTES
     else:
-        prepare = "prepare_halves" if TAKES_PAIRS else "prepare_wide_halves"
-    vector = 8 if TAKES_PAIRS else 16
-    return _Row(own.bits, own.numbers, 1, vector, f"multiply_{exact}{own.key}", prepare, f"widen_{own.key}")
+        way, prepare, vector = "exact_", "prepare_wide" if own.bits == 8 else "prepare_wide_halves", 16
+    return _Row(own.bits, own.numbers, 1, vector, f"multiply_{way}{own.key}", prepare, f"widen_{own.key}")
 
 
 def form_kernels(kind: int | str) -> list[Kernel]:

@@ -18,28 +18,21 @@ from numba.extending import intrinsic
 from engine.kernels.compiler.compiling import BLOCK, JOB, add_kernel, kernel
 from engine.kernels.compiler.instructions import (
     AHEAD,
-    BYTE,
     FLOAT,
     FLOATS,
     IN_ORDER,
     INDEX,
     INT,
     LANES,
-    SHORT,
     add_product,
-    add_quadruples,
     added_up,
     at,
-    cut,
     fetch,
     in_fours,
-    joined,
     load,
     loop,
     many,
     narrowed,
-    pairs_of_bytes,
-    pairs_of_words,
     parts,
     repeated,
     spread,
@@ -47,8 +40,8 @@ from engine.kernels.compiler.instructions import (
 )
 from engine.kernels.compiler.memory import call, record_at
 from engine.kernels.compiler.parallel import kernels_at
-from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS, MULTIPLIES_QUADRUPLES
 from engine.kernels.dot_products import MULTIPLY
+from engine.kernels.stored.byte_dots import add_dots
 from engine.kernels.stored.forms import form_at
 from engine.kernels.stored.rounded_vectors import CHUNK, ROUNDED, UNIT
 from engine.kernels.stored.scheme import BITS
@@ -252,38 +245,8 @@ class _Rounded:
         total = ir.Constant(lanes, [0] * (size // 4))
         for place, weights in enumerate(stored):
             address = at(builder, self._values, builder.add(index, INDEX(place * size)), 1)
-            if MULTIPLIES_QUADRUPLES:
-                unsigned, signed = builder.bitcast(weights, lanes), load(builder, address, lanes)
-                total = add_quadruples(builder, total, unsigned, signed, lanes)
-            else:
-                total = builder.add(total, self._dots_of_four(weights, address, size, bits))
+            total = add_dots(builder, total, weights, address, are_small=bits < 8)
         return builder.sitofp(total, ir.VectorType(FLOAT, size // 4))
-
-    def _dots_of_four(self, weights: Any, address: Any, size: int, bits: int) -> Any:
-        """Return sums of four products without AVX512-VNNI: by AVX2, or by what every processor can compile.
-
-        Two products of 8-bit weights need 17 bits, so that these are widened to 16 bits first.
-        """
-        builder, words = self._builder, ir.VectorType(SHORT, size)
-        values = load(builder, address, ir.VectorType(BYTE, size))
-        if not MULTIPLIES_INTEGERS:
-            wide = ir.VectorType(INT, size)
-            return self._added(builder.mul(builder.zext(weights, wide), builder.sext(values, wide)), 4)
-        if bits < 8 and size >= 32:
-            ones = ir.Constant(ir.VectorType(SHORT, 16), [1] * 16)
-            pairs = [pairs_of_bytes(builder, *both) for both in cut(builder, 32, weights, values)]
-            return joined(builder, [pairs_of_words(builder, each, ones) for each in pairs])
-        both = cut(builder, 16, builder.zext(weights, words), builder.sext(values, words))
-        return self._added(joined(builder, [pairs_of_words(builder, *each) for each in both]), 2)
-
-    def _added(self, numbers: Any, count: int) -> Any:
-        """Return the sums of each `count` neighboring integers."""
-        builder, size = self._builder, numbers.type.count
-        places = (ir.Constant(ir.VectorType(INT, size // count), [*range(first, size, count)]) for first in range(count))
-        first, *others = (builder.shuffle_vector(numbers, numbers, each) for each in places)
-        for other in others:
-            first = builder.add(first, other)
-        return first
 
 
 def _wide_group(bits: int) -> Any:

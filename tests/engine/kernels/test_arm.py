@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "support" / "compile_for_arm.py"
 NEON, DOT_PRODUCTS = "+neon,+fp-armv8", "+neon,+fp-armv8,+dotprod"
 EVERYTHING = f"{DOT_PRODUCTS},+i8mm,+bf16"
-OF_BYTES = ["multiply_8", "multiply_4", "multiply_3", "multiply_2", "multiply_q4_k", "multiply_q8_0"]
+OF_BYTES = [*(f"multiply_{bits}" for bits in (8, 4, 3, 2)), "multiply_q4_k", "multiply_q8_0", "multiply_rounded_mxfp4"]
 CPUINFO = """\
 processor\t: 0
 BogoMIPS\t: 243.75
