@@ -131,7 +131,7 @@ def table(figures: dict[str, Any]) -> str:
                 row = [f"{model}, {float(sparsity):.0%}, {_titled(figures, method)}"]
                 row += [f"{own['selection']:.2f}", f"{own['report']:.2f} ± {own['stderr']:.2f}"]
                 for ours in (figures["default"], figures["of_experts"]):
-                    is_beside = method not in (ours, figures["default"])
+                    is_beside = ours in figures["methods"] and method not in (ours, figures["default"])
                     row += comparison(figures, model, ours, method, sparsity) if is_beside else ["–", "–"]
                 rows.append(row)
     header = ["model, share removed, method", "selection half", "report half ± standard error"]
@@ -156,7 +156,7 @@ def in_text(figures: dict[str, Any]) -> dict[str, str]:
             for method in figures["methods"]:
                 found[f"{place}_{method}"] = f"{perplexities(figures, model, method, sparsity)['report']:.2f}"
                 for ours in both[: 1 + (method != both[0])]:
-                    if ours != method:
+                    if ours != method and ours in figures["methods"]:
                         found[f"{place}_{ours}_by_{method}"] = comparison(figures, model, ours, method, sparsity)[0]
     return {name.replace("-", "_"): text for name, text in found.items()}
 
