@@ -4,7 +4,8 @@ python benchmarks/engine_memory.py [--directory DIR] [--layers 16] [--sequences 
 
 Each figure is reported by the operating system for a process that does nothing else, on a random mixture of 1.5 B parameters
 in bfloat16 (3 GB), whose weights are memory-mapped. "Extra" is the peak of resident memory during a prompt, minus the
-resident memory before the prompt and minus the KV cache. A short prompt makes the weights resident first. Perplexity is the
+resident memory before the prompt and minus the KV cache, in the worst of some processes. A short prompt makes the weights
+resident first. Perplexity is the
 demo model's on the half of the held-out documents that is for reports, read through the cache, with all else equal.
 """
 
@@ -32,7 +33,7 @@ from engine.generation.report import peak_memory_bytes
 from engine.passes.memory_budget import resident_memory_bytes
 
 LENGTHS = (512, 2048, 8192)
-NEW_TOKENS = 64
+NEW_TOKENS, RUNS = 64, 3
 ALLOWED_TIMES, ALLOWED_BEYOND = 1.05, 350_000_000
 """The factor of the weights, and the bytes for interpreter and libraries, that are allowed beside the KV cache."""
 KV_CACHE_DTYPES = ("auto", "float16", "int8")
@@ -102,10 +103,18 @@ def measured(part: str, model: str, *words: str) -> dict[str, Any]:
     return figures
 
 
+def worst_prompt(model: str, length: int) -> dict[str, Any]:
+    """Return the figures of a prompt of this length in some processes, with the extra bytes of each."""
+    runs = [measured("prompt", model, str(length)) for _ in range(RUNS)]
+    return runs[0] | {"extra_bytes": [run["extra_bytes"] for run in runs]}
+
+
 def prompts_table(figures: dict[str, Any]) -> str:
     """Return the KV cache and the extra memory of each length."""
-    names = ("kv_cache_bytes", "extra_bytes")
-    rows = [[f"{each['length']:,}", *(f"{each[name] / 1e6:.0f}" for name in names)] for each in figures["rows"]]
+    rows = []
+    for row in figures["rows"]:
+        extra = max(0, *row["extra_bytes"])
+        rows.append([f"{row['length']:,}", *(f"{each / 1e6:.0f}" for each in (row["kv_cache_bytes"], extra))])
     return markdown(["tokens of the prompt", "KV cache, MB", "extra, MB"], rows)
 
 
@@ -160,8 +169,9 @@ def main() -> None:
         if not model.is_dir():
             write_random_model(model, shape(layers=arguments.layers) | {"max_position_embeddings": max(LENGTHS)})
         allowed = {"new_tokens": NEW_TOKENS, "allowed_times": ALLOWED_TIMES, "allowed_beyond": ALLOWED_BEYOND}
+        measured("generate", str(model))  # compiles the kernels, which takes memory that a later process does not need
         save("resident_memory", measured("generate", str(model)) | allowed)
-        save("long_prompts", {"rows": [measured("prompt", str(model), str(length)) for length in LENGTHS]})
+        save("long_prompts", {"rows": [worst_prompt(str(model), length) for length in LENGTHS]})
     sequences = arguments.sequences
     rows = [measured("perplexity", "demo", dtype, str(sequences)) for dtype in KV_CACHE_DTYPES]
     save("kv_cache", {"sequences": sequences, "length": SEQUENCE_LENGTH, "rows": judged(rows)})
