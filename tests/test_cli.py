@@ -236,4 +236,4 @@ def test_the_built_in_model_is_whole_and_speaks() -> None:
     assert inspected["valid"] and inspected["experts_per_layer"] == [8] * 6
     torch.set_num_threads(1)
     generated = json.loads(runner.invoke(cli.main, ["generate", "-p", "import ", "-n", "8", "--json"]).stdout)
-    assert generated["generated_tokens"] == 8 and generated["text"]
+    assert generated["generated_tokens"] == 8 and generated["text"] and generated["finish_reason"] == "length"

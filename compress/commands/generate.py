@@ -26,7 +26,9 @@ def generate(given: Given) -> Figures:
     texts = [generation.text for generation in generations]
     for prompt, text in zip(options.prompts, texts, strict=True):
         given.say(f"{prompt}\n{text}\n" if images else f"{prompt}{text}\n")
-    figures = {"text": texts[0] if len(texts) == 1 else texts, **_figures(engine.report())}
+    reasons = [generation.finish_reason for generation in generations]
+    found = {"text": texts, "finish_reason": reasons}
+    figures = {key: own[0] if len(own) == 1 else own for key, own in found.items()} | _figures(engine.report())
     _show(given, figures)
     return figures
 

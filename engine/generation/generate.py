@@ -168,6 +168,8 @@ class Engine:
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
             raise OptionError(f"draft tokens are {draft_tokens}; they must be from 1 to {COMPILED_MAX_ROWS - 1}")
+        if not 0 <= miss_threshold <= 1:
+            raise OptionError(f"the miss threshold is {miss_threshold}; it must be from 0 to 1")
         if miss_threshold > 0 and memory_limit is None:
             raise OptionError("a miss threshold is about experts that a memory limit keeps out; give --memory-limit too")
         set_threads(threads)

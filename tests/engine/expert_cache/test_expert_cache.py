@@ -274,6 +274,8 @@ def test_what_cannot_be_limited_is_refused(model: Path) -> None:
         check_limited(object(), cpu, predicts=False)
     with pytest.raises(OptionError, match="give --memory-limit too"):
         Engine.open(model, miss_threshold=0.1)
+    with pytest.raises(OptionError, match="must be from 0 to 1"):
+        Engine.open(model, memory_limit=1 << 40, miss_threshold=2)
 
 
 @pytest.fixture(name="cache")
