@@ -71,8 +71,7 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         losses = read[kind] = Losses(torch.tensor(own["losses"], dtype=torch.float64), counts_S)
         windows_S = torch.arange(len(counts_S))
         own |= {"perplexity": losses.perplexity, "perplexity_stderr": losses.standard_error(windows_S)}
-    ratio = read["ours"].ratio_to(read[PEER], windows_S)
-    return {"perplexity_ratio": ratio.value, "perplexity_ratio_low": ratio.low, "perplexity_ratio_high": ratio.high}
+    return read["ours"].ratio_to(read[PEER], windows_S).figures("perplexity")
 
 
 # The workers

@@ -27,8 +27,8 @@ def generate(given: Given) -> Figures:
     for prompt, text in zip(options.prompts, texts, strict=True):
         given.say(f"{prompt}\n{text}\n" if images else f"{prompt}{text}\n")
     reasons = [generation.finish_reason for generation in generations]
-    found = {"text": texts, "finish_reason": reasons}
-    figures = {key: own[0] if len(own) == 1 else own for key, own in found.items()} | _figures(engine.report())
+    own = {"text": texts, "finish_reason": reasons}
+    figures = {**{key: each[0] if len(each) == 1 else each for key, each in own.items()}, **_figures(engine.report())}
     _show(given, figures)
     return figures
 

@@ -73,13 +73,10 @@ def _group(tokens_SL: Tensor, losses: Losses, groups: list[tuple[Tensor, Losses]
 
 def _perplexity(windows: Windows, losses: Losses, first: Losses) -> dict[str, Any]:
     """Return the figures of a model's perplexity; its ratio is to the first model of the same group."""
-    ratio = losses.ratio_to(first, windows.documents_S)
     return {
         "perplexity": losses.perplexity,
         "perplexity_stderr": losses.standard_error(windows.documents_S),
-        "perplexity_ratio": ratio.value,
-        "perplexity_ratio_low": ratio.low,
-        "perplexity_ratio_high": ratio.high,
+        **losses.ratio_to(first, windows.documents_S).figures("perplexity"),
         "perplexity_tokens": windows.predictions,
         "perplexity_documents": windows.documents,
     }

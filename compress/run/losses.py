@@ -35,6 +35,10 @@ class Ratio(NamedTuple):
     low: float | None
     high: float | None
 
+    def figures(self, name: str) -> dict[str, float | None]:
+        """Return the ratio of a figure, and both ends of the interval, by the names of a report."""
+        return {f"{name}_ratio": self.value, f"{name}_ratio_low": self.low, f"{name}_ratio_high": self.high}
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -84,12 +88,11 @@ def before_and_after(name: str, before: Losses, after: Losses, documents_S: Tens
     name: that of the figure, such as "perplexity", with which the names of all seven begin. documents_S: number of each
     window's document.
     """
-    ratio = after.ratio_to(before, documents_S)
     own = {f"{name}_before": before, f"{name}_after": after}
     return (
         {key: losses.perplexity for key, losses in own.items()}
         | {f"{key}_stderr": losses.standard_error(documents_S) for key, losses in own.items()}
-        | {f"{name}_ratio": ratio.value, f"{name}_ratio_low": ratio.low, f"{name}_ratio_high": ratio.high}
+        | after.ratio_to(before, documents_S).figures(name)
     )
 
 
