@@ -42,7 +42,7 @@ from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS
 from engine.kernels.dot_products import MULTIPLY, PREPARE
 from engine.kernels.stored.byte_dots import add_dots
 from engine.kernels.stored.float_products import Matrix, multiply, product_of
-from engine.kernels.stored.float_types import FLOAT_KINDS, MAGNITUDES, FloatKind, read
+from engine.kernels.stored.float_types import FLOAT_KINDS, MAGNITUDES, read
 
 GROUP = 16
 """Number of values of a vector that share a power of two."""
@@ -154,19 +154,16 @@ def _row_products(builder: Any, matrix: Matrix, row: tuple[Any, Any], vectors: l
     return [builder.fsub(total, less, flags=IN_ORDER) for total, less in zip(added, sums[2::3], strict=True)]
 
 
-def _product(kind: FloatKind) -> Any:
-    return product_of(kind, _Vector, _row_products)
-
-
 if MULTIPLIES_INTEGERS:
     for _kind in FLOAT_KINDS.values():
         if _kind.bits == 4:
-            add_kernel(f"multiply_rounded_{_kind.key}", MULTIPLY, multiply, _product(_kind))
+            add_kernel(f"multiply_rounded_{_kind.key}", MULTIPLY, multiply, product_of(_kind, _Vector, _row_products))
 
 _GROUP, _UNIT, _REST, _OFFSET = GROUP, UNIT, REST, np.float32(OFFSET)
-_EXPONENT, _LARGEST = np.uint32(0xFF << 23), np.uint32(12 << 23)
+_EXPONENT, _INVERSE, _HALF = np.uint32(0xFF << 23), np.uint32((2 * 127 + 12) << 23), np.uint32(13 << 23)
+"""Exponents in a float32. Where the largest of 16 values has the exponent e, s = 2^(e − 12)."""
 _LEAST = np.uint32(27 << 23)
-"""The exponent of 2⁻¹⁰⁰ in a float32: smaller values are rounded as if one of their group were as large."""
+"""That of 2⁻¹⁰⁰: smaller values are rounded as if one of their group were as large."""
 
 
 @kernel(PREPARE)
@@ -189,8 +186,8 @@ def prepare_rounded_halves(values: Any, inputs: Any, target: Any) -> None:
             largest = max(largest, abs(values_I[index]))
             zero += values_I[index] * np.float32(0.0)  # NaN where a value is not finite
         exponent = max(as_bits(largest) & _EXPONENT, _LEAST)
-        inverse = as_float(np.uint32((127 + 127 + 12) << 23) - exponent)
-        half = as_float(exponent - _LARGEST - np.uint32(1 << 23)) + zero
+        inverse = as_float(_INVERSE - exponent)
+        half = as_float(exponent - _HALF) + zero
         total = np.int32(0)
         unit = _UNIT if first < whole else _REST
         for index in range(first, first + _GROUP):
