@@ -243,7 +243,10 @@ class GgufView(StoredView):
         kinds: types of blocks that the compiled kernels multiply. They take rows together, so that a matrix whose number of
         rows does not fit is dequantized once, when it is read.
         """
-        if self.stored.type.name not in kinds or len(self.shape) != 2:
+        from engine.kernels.stored.block_weight import BlockWeight, kind_of  # here: headers are read without torch
+
+        kind = kind_of(self.stored.type.name)
+        if kind not in kinds or len(self.shape) != 2:
             return None
         # Here: it imports Numba, without which there are no kinds.
         from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS
@@ -251,10 +254,9 @@ class GgufView(StoredView):
         if self.shape[0] % MULTIPLE_OF_OUTPUTS:
             return None
         from engine.checkpoint.gguf.blocks import dequantized
-        from engine.kernels.stored.block_weight import BlockWeight
 
         blocks = self._in_order().view(self.shape[0], -1)
-        return BlockWeight(blocks, self.stored.type.name, self.shape[1], partial(dequantized, kind=self.stored.type))
+        return BlockWeight(blocks, kind, self.shape[1], partial(dequantized, kind=self.stored.type))
 
 
 class AbsorbedView(GgufView):

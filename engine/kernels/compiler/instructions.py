@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.compiler.processor import IS_ARM, MIXES_SIGNS, SHIFTS_BYTES, WIDENS_HALVES
+from engine.kernels.compiler.processor import IS_ARM, MIXES_SIGNS, MULTIPLIES_INTEGERS, SHIFTS_BYTES, WIDENS_HALVES
 
 LANES = 16
 """Number of float32 values in a vector register."""
@@ -46,6 +46,11 @@ def at(builder: Any, address: Any, index: Any, size: int) -> Any:
 def load(builder: Any, address: Any, kind: Any) -> Any:
     """Load the value of this type at an aligned address."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
+
+
+def read(builder: Any, address: Any, kind: Any) -> Any:
+    """Load the value of this type at any address."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
 
 
 def widened(builder: Any, address: Any, size: int) -> Any:
@@ -215,12 +220,18 @@ def add_quadruples(builder: Any, total: Any, unsigned: Any, signed: Any, lanes: 
 
 
 def looked_up(builder: Any, codes: Any, table: list[int]) -> Any:
-    """Return the byte of a table of 16 bytes at the place in the low four bits of each byte (AVX512-VBMI, AVX2 or ARM)."""
+    """Return the byte of a table of 16 bytes at the place in the low four bits of each byte."""
     kind, size = codes.type, codes.type.count
     if SHIFTS_BYTES:  # the instruction ignores the bits above those of places, and the table repeats itself
         places = ir.Constant(kind, table * (size // 16))
         return builder.asm(ir.FunctionType(kind, [kind] * 2), "vpermb $1, $2, $0", "=v,v,v", [places, codes], False)
     low, made, each = builder.and_(codes, ir.Constant(kind, [15] * size)), [], 16 if IS_ARM else min(size, 32)
+    if not MULTIPLIES_INTEGERS and not IS_ARM:  # there is no instruction for it
+        found = ir.Constant(kind, [0] * size)
+        for place, value in enumerate(table):
+            is_it = builder.icmp_unsigned("==", low, ir.Constant(kind, [place] * size))
+            found = builder.select(is_it, ir.Constant(kind, [value] * size), found)
+        return found
     own = ir.VectorType(BYTE, each)
     places, look_up = ir.Constant(own, table * (each // 16)), ir.FunctionType(own, [own] * 2)
     for (part,) in cut(builder, each, low):

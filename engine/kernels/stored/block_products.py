@@ -134,23 +134,32 @@ class _RoundedTerms:
             offsets = ir.Constant(ir.VectorType(FLOAT, runs), [-float(self._kind.offset)] * runs)
             by_offset = builder.fmul(group.scales, offsets, flags=IN_ORDER)
             leasts = by_offset if leasts is None else builder.fadd(leasts, by_offset, flags=IN_ORDER)
-        if leasts is not None:
+        if leasts is not None and not self._kind.halves:
             made[2] = add_product(builder, made[2], leasts, sums_x)
+        elif leasts is not None:
+            leasts = builder.fmul(leasts, own_scales_x, flags=IN_ORDER)
         for run, stored in enumerate(group.stored):
             x = load(builder, at(builder, self._values, builder.add(index, INDEX(RUN * run)), 1), _EIGHT_INTS)
             dots = self._dots(stored, x)
-            own = taken(builder, scales, [each * run + lane * each // 8 for lane in range(8)])
-            made[run % 2] = add_product(builder, made[run % 2], builder.sitofp(dots, _EIGHT), own)
+            lanes = [each * run + lane * each // 8 for lane in range(8)]
+            made[run % 2] = add_product(builder, made[run % 2], builder.sitofp(dots, _EIGHT), taken(builder, scales, lanes))
+            if leasts is not None and self._kind.halves:
+                summed = builder.sitofp(self._sums_of_four(x, 1), _EIGHT)
+                made[run % 2] = add_product(builder, made[run % 2], summed, taken(builder, leasts, lanes))
         return made
 
     def _dots(self, stored: Any, x: Any) -> Any:
         """Return sums of four products of integers each."""
         builder, nothing = self._builder, ir.Constant(_EIGHT_INTS, [0] * 8)
         dots = add_quadruples(builder, nothing, builder.bitcast(stored, _EIGHT_INTS), x, _EIGHT_INTS)
-        if not self._kind.halves:
+        if not self._kind.halves or not self._kind.offset:
             return dots
-        offsets = ir.Constant(_EIGHT_INTS, [self._kind.offset * 0x01010101] * 8)
-        return builder.sub(dots, add_quadruples(builder, nothing, offsets, x, _EIGHT_INTS))
+        return builder.sub(dots, self._sums_of_four(x, self._kind.offset))
+
+    def _sums_of_four(self, x: Any, times: int) -> Any:
+        """Return the sums of each four values, which are integers, times a number."""
+        factors, nothing = (ir.Constant(_EIGHT_INTS, [value * 0x01010101] * 8) for value in (times, 0))
+        return add_quadruples(self._builder, nothing, factors, x, _EIGHT_INTS)
 
     def folded(self, sums: list[Any]) -> list[Any]:
         """Return the sums with one lane of products of the vector's sums, as single blocks are added."""
@@ -214,7 +223,8 @@ def _numbers(builder: Any, kind: BlockKind, group: Group) -> list[Any]:
         scale = builder.extract_element(group.scales, INT(each * run + (half if kind.halves else 0)))
         weights = builder.fmul(builder.sitofp(whole, FLOATS), every(builder, scale, LANES), flags=IN_ORDER)
         if group.leasts is not None:
-            least = every(builder, builder.extract_element(group.leasts, INT(run)), LANES)
+            least = builder.extract_element(group.leasts, INT(each * run + (half if kind.halves else 0)))
+            least = every(builder, least, LANES)
             weights = builder.fadd(weights, least, flags=IN_ORDER)
         made.append(weights)
     return made

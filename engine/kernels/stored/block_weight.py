@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.stored.float_weight import FLOAT_TYPES
 from engine.kernels.stored.quantized_weight import LowBitWeight, QuantizedWeight, Weight, frozen_tensor
+
+
+def kind_of(type_name: str) -> str:
+    """Return the name that kernels give a GGUF type of blocks: MXFP4 is also that of a type of packed floats."""
+    return f"{type_name}_BLOCKS" if type_name in FLOAT_TYPES else type_name
 
 
 class BlockWeight(LowBitWeight):
@@ -17,7 +23,7 @@ class BlockWeight(LowBitWeight):
     blocks_OB: Tensor
     """uint8, the bytes of each row."""
     kind: str
-    """Name of the type."""
+    """Name of the type, as `kind_of` returns it."""
 
     def __init__(self, blocks_OB: Tensor, kind: str, inputs: int, dequantized: Callable[..., Tensor]) -> None:
         """kind: the type's name. dequantized(blocks, dtype=…): returns the numbers of rows of blocks."""

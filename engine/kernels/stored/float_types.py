@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from engine.kernels.compiler.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, INTS, LANES, SHORT, wide_halves
+from engine.kernels.compiler.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, INTS, LANES, SHORT, read, wide_halves
 from engine.kernels.compiler.memory import record_at
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, SHIFTS_BYTES
 from engine.kernels.stored.block_types import every, joined, taken
@@ -47,8 +47,7 @@ WHOLE_ROWS = 1 << 40
 WHOLE_SHIFT = 62
 """The shift of scales that hold for whole rows."""
 _E4M3_NAN = 0x7F
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The sizes of the numbers of E2M1."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,6 @@ class FloatKind:
         if self.bits == 8:
             return _pairs_of_bytes(builder, data) if pairs else [wide_e4m3(builder, part) for part in _parts(builder, data)]
         return _pairs_of_halves(builder, data) if pairs else _wide_halves_of_bytes(builder, data)
-
-
-def read(builder: Any, address: Any, kind: Any) -> Any:
-    """Load the value of this type at any address."""
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
 
 
 def _same(kind: Any, value: int) -> Any:
@@ -178,7 +172,7 @@ def _pairs_of_halves(builder: Any, data: Any) -> list[Any]:
 def _of_halves(builder: Any, places: Any) -> Any:
     """Return the numbers of 32 codes, each in the low four bits of 16. The table ignores bit 4, and the instruction ignores
     the bits above."""
-    signed = [_bfloat16(size) for size in MAGNITUDES]
+    signed = [_bfloat16(size) for size in _MAGNITUDES]
     table = ir.Constant(places.type, (signed + [size | 0x8000 for size in signed]) * 2)
     look_up = ir.FunctionType(places.type, [places.type] * 2)
     found = builder.asm(look_up, "vpermw $1, $2, $0", "=v,v,v", [table, places], False)

@@ -35,24 +35,23 @@ from engine.kernels.compiler.instructions import (
     loop,
     many,
     parts,
+    read,
     spread,
 )
 from engine.kernels.compiler.memory import floats, signed_bytes
 from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS
 from engine.kernels.dot_products import MULTIPLY, PREPARE
+from engine.kernels.stored.block_types import BYTES_OF_E2M1, OFFSET_OF_E2M1
 from engine.kernels.stored.byte_dots import add_dots
 from engine.kernels.stored.float_products import Matrix, multiply, product_of
-from engine.kernels.stored.float_types import FLOAT_KINDS, MAGNITUDES, read
+from engine.kernels.stored.float_types import FLOAT_KINDS
 
 GROUP = 16
 """Number of values of a vector that share a power of two."""
 CHUNK, UNIT, REST = 512, 128, 32
 """Numbers of weights: of a step of a product, of those that are unpacked together, and of those that may be left behind."""
-OFFSET = 12
 _AHEAD = 2048
 """Prefetch distance in bytes."""
-_INTEGERS = [int(2 * sign * size) + OFFSET for sign in (1, -1) for size in MAGNITUDES]
-"""The byte of each code."""
 _LOW_BITS = 7
 """Bits of the lower of two bytes of a value."""
 
@@ -100,7 +99,7 @@ def _unpacked(builder: Any, address: Any, count: int) -> list[Any]:
     data = read(builder, address, ir.VectorType(BYTE, count // 2))
     pairs = ir.VectorType(SHORT, count // 4)
     upper = builder.lshr(builder.bitcast(data, pairs), ir.Constant(pairs, [4] * pairs.count))
-    return [looked_up(builder, codes, _INTEGERS) for codes in (data, builder.bitcast(upper, data.type))]
+    return [looked_up(builder, codes, BYTES_OF_E2M1) for codes in (data, builder.bitcast(upper, data.type))]
 
 
 def _in_lanes(builder: Any, values: Any) -> Any:
@@ -159,7 +158,7 @@ if MULTIPLIES_INTEGERS:
         if _kind.bits == 4:
             add_kernel(f"multiply_rounded_{_kind.key}", MULTIPLY, multiply, product_of(_kind, _Vector, _row_products))
 
-_GROUP, _UNIT, _REST, _OFFSET = GROUP, UNIT, REST, np.float32(OFFSET)
+_GROUP, _UNIT, _REST, _OFFSET = GROUP, UNIT, REST, np.float32(OFFSET_OF_E2M1)
 _EXPONENT, _INVERSE, _HALF = np.uint32(0xFF << 23), np.uint32((2 * 127 + 12) << 23), np.uint32(13 << 23)
 """Exponents in a float32. Where the largest of 16 values has the exponent e, s = 2^(e − 12)."""
 _LEAST = np.uint32(27 << 23)

@@ -28,11 +28,13 @@ from engine.files.gguf_types import BLOCK_TYPES
 from engine.generation.generate import Engine
 from engine.kernels.kernel_choice import DECODING, PROMPT, block_types_multiplied
 from engine.kernels.linear import embedding, kernel_form, linear, linears, plain
-from engine.kernels.stored.block_weight import BlockWeight
+from engine.kernels.stored.block_weight import BlockWeight, kind_of
 from engine.kernels.stored.quantized_weight import quantise
 
 KINDS = {kind.name: kind for kind in BLOCK_TYPES.values()}
-SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+SCALES: dict[str, tuple[int, ...]] = {name: (0,) for name in ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS")}
+SCALES |= {name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")}
+SCALES |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}
 """Places of the float16 numbers in a block of each type that the kernels multiply."""
 
 pytestmark = needs_numba
@@ -46,7 +48,9 @@ def block_weight(name: str, outputs: int, inputs: int) -> BlockWeight:
     for place in SCALES.get(name, ()):
         scales = random_scales.normal(0.0, 0.01, (len(each), 1)).astype(np.float16)
         each[:, place : place + 2] = scales.view(np.uint8)
-    return BlockWeight(torch.from_numpy(blocks).view(outputs, -1), name, inputs, partial(dequantized, kind=kind))
+    if name == "MXFP4":  # a power of two instead
+        each[:, 0] = random_scales.integers(116, 122, len(each))
+    return BlockWeight(torch.from_numpy(blocks).view(outputs, -1), kind_of(name), inputs, partial(dequantized, kind=kind))
 
 
 def size(name: str) -> int:
@@ -61,7 +65,7 @@ def test_exact_products_are_those_of_the_dequantized_matrix(name: str) -> None:
     exact = x.double() @ weight.dequantised(torch.float64).T
     for rows in (1, 2, 3, 7):
         y = torch.zeros(rows, 12)
-        multiply = kernels.KERNELS[f"multiply_exact_{name.lower()}"]
+        multiply = kernels.KERNELS[f"multiply_exact_{kind_of(name).lower()}"]
         multiply(weight.addresses[0], 0, 1, 12, inputs, x.data_ptr(), rows, y.data_ptr(), 12)
         assert float((y - exact[:rows]).abs().max()) <= 1e-5 * float(exact.abs().max())
 
@@ -183,8 +187,10 @@ def test_no_overflow_is_hidden(value: float) -> None:
 
 def test_other_weights_are_not_served() -> None:
     assert kernel_form(kernels, [block_weight("Q4_0", 7, 64)]) is None, "rows are multiplied four at a time"
-    assert kernel_form(kernels, [block_weight("Q5_0", 8, 64)]) is None
-    assert set(SCALES) == set(kernels.BLOCK_KINDS)
+    other = BlockWeight(torch.zeros(8, 34, dtype=torch.uint8), "Q8_1", 32, lambda blocks, dtype: blocks)
+    assert kernel_form(kernels, [other]) is None
+    assert {kind_of(name) for name in SCALES} == set(kernels.BLOCK_KINDS)
+    assert set(SCALES) == {name for name, kind in KINDS.items() if kind.numbers > 1}, "every type of blocks that is read"
 
 
 def aligned(tmp_path: Path, family: str) -> Path:
