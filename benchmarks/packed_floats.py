@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hidden_instructions import HIDDEN, require_built_without
+from hidden_instructions import HIDDEN, hide, require_built_without
 from llama_cpp_peer import NAME, LlamaCpp, build_of
 from random_model import random_tensor, write_tokenizer
 from results import markdown, save, times
@@ -39,7 +38,6 @@ from engine.families.resolve import decoder_config
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 from engine.generation.generate import Engine
-from engine.kernels import linear
 from engine.kernels.kernel_choice import DECODING
 from engine.passes.memory_budget import resident_memory_bytes
 
@@ -262,11 +260,7 @@ def main() -> None:
     parser.add_argument("--hide", choices=HIDDEN, default="", help="instructions that nothing uses")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    own = HIDDEN.get(arguments.hide, {})
-    if not own.items() <= os.environ.items():  # libraries have read the environment already
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | own)
-    if own:
-        linear.has_half_arithmetic = lambda: False  # torch tells what the processor has, whatever the environment hides
+    hide(arguments.hide)
     if arguments.part:
         part, *words = arguments.part
         print(json.dumps(PARTS[part](*words)))
@@ -278,8 +272,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             model = Path(temporary) / "model"
             write_packed_model(model, COMMON | own | {"num_hidden_layers": arguments.layers})
-            hide = ["--hide", arguments.hide] if arguments.hide else []
-            made = (measured(part, model, arguments.rounds, hide) for part in PARTS)
+            hidden = ["--hide", arguments.hide] if arguments.hide else []
+            made = (measured(part, model, arguments.rounds, hidden) for part in PARTS)
             figures = {key: value for each in made for key, value in each.items()}
             if arguments.peer_python and own["quantization_config"]["quant_method"] == "mxfp4":
                 figures |= beside_peer(model, arguments.rounds, arguments.peer_python)

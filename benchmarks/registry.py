@@ -355,6 +355,19 @@ BENCHMARKS = (
         inputs=LLAMA | {"--text": "REPORT_TEXT"},
     ),
     Benchmark(
+        *("gguf_types", ("gguf_types",), (*ENGINE, "engine/checkpoint")),
+        arguments=("--layers", "2"),
+        trial=("--layers", "1", "--types", "Q2_K,MXFP4_MOE"),
+        inputs=LLAMA | QUANTIZE,
+    ),
+    Benchmark(
+        *("gguf_types", ("gguf_types_without_avx512",), (*ENGINE, "engine/checkpoint")),
+        arguments=("--layers", "2", "--hide", "avx512"),
+        trial=("--layers", "1", "--types", "Q2_K,MXFP4_MOE", "--hide", "avx512"),
+        needs="llama.cpp built by GGML_NATIVE=OFF",
+        inputs=LLAMA | QUANTIZE,
+    ),
+    Benchmark(
         *("gguf_mixture", ("gguf_mixture",), ("engine/checkpoint/gguf", "engine/families/gguf", "compress/export/gguf.py")),
         trial=("--windows", "1", "--samples", "2"),
         inputs=LLAMA | {"": "MIXTURE_SPLIT", "--data": "BENCHMARK_TEXT", "--text": "REPORT_TEXT"},

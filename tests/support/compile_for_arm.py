@@ -29,10 +29,10 @@ def main() -> None:
     with mock.patch.object(binding, "get_process_triple", return_value=TRIPLE):
         from engine.kernels import compiled
         from engine.kernels.compiler.compiling import KERNELS
-        from engine.kernels.compiler.processor import MULTIPLIES_QUADRUPLES
+        from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS
 
         left_out = set() if compiled.MULTIPLIES_BFLOAT16 else set(OF_PAIRS)
-        if not MULTIPLIES_QUADRUPLES:  # blocks are multiplied with float32 then
+        if not MULTIPLIES_INTEGERS:  # blocks are multiplied with float32 then
             left_out |= {f"multiply_{name.lower()}" for name in compiled.BLOCK_KINDS}
         found = {name: KERNELS[name].assembly() for name in names or KERNELS if name not in left_out}
     counts = {name: Counter(line.split()[0] for line in text.splitlines() if line.split()) for name, text in found.items()}

@@ -1,6 +1,6 @@
 """Matrices in blocks of GGUF's types times a few vectors, and conversion of such matrices to bfloat16.
 
-A vector is multiplied in one of two forms. Where the processor multiplies 8-bit integers four at a time (AVX512-VNNI),
+A vector is multiplied in one of two forms. Where the processor multiplies integers (AVX2, AVX512-VNNI, dot products of ARM),
 each 32 values of a vector are rounded to 8 bits and share a scale, as in llama.cpp. Elsewhere vectors are float32, and
 weights are dequantized in registers. In the first form, 32 weights scale · (stored − offset) + least become one product of
 integers, and one of the vector's sum. The order of summation depends on the number of inputs alone.
@@ -25,7 +25,6 @@ from engine.kernels.compiler.instructions import (
     LANES,
     SHORTS,
     add_product,
-    add_quadruples,
     added_up,
     at,
     fetch,
@@ -36,7 +35,8 @@ from engine.kernels.compiler.instructions import (
     parts,
 )
 from engine.kernels.dot_products import MULTIPLY, PREPARE
-from engine.kernels.stored.block_types import BLOCK_KINDS, RUN, BlockKind, Group, every, joined, taken
+from engine.kernels.stored.block_types import BLOCK_KINDS, BYTES, RUN, BlockKind, Group, every, joined, taken
+from engine.kernels.stored.byte_dots import add_dots
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
 from engine.kernels.stored.rounded_vectors import ROUNDED, round_values
 
@@ -139,7 +139,7 @@ class _RoundedTerms:
         elif leasts is not None:
             leasts = builder.fmul(leasts, own_scales_x, flags=IN_ORDER)
         for run, stored in enumerate(group.stored):
-            x = load(builder, at(builder, self._values, builder.add(index, INDEX(RUN * run)), 1), _EIGHT_INTS)
+            x = builder.add(self._values, builder.add(index, INDEX(RUN * run)))
             dots = self._dots(stored, x)
             lanes = [each * run + lane * each // 8 for lane in range(8)]
             made[run % 2] = add_product(builder, made[run % 2], builder.sitofp(dots, _EIGHT), taken(builder, scales, lanes))
@@ -149,17 +149,17 @@ class _RoundedTerms:
         return made
 
     def _dots(self, stored: Any, x: Any) -> Any:
-        """Return sums of four products of integers each."""
+        """Return sums of four products of integers each. x: the address of a run's values."""
         builder, nothing = self._builder, ir.Constant(_EIGHT_INTS, [0] * 8)
-        dots = add_quadruples(builder, nothing, builder.bitcast(stored, _EIGHT_INTS), x, _EIGHT_INTS)
+        dots = add_dots(builder, nothing, stored, x, are_small=self._kind.are_small)
         if not self._kind.halves or not self._kind.offset:
             return dots
         return builder.sub(dots, self._sums_of_four(x, self._kind.offset))
 
     def _sums_of_four(self, x: Any, times: int) -> Any:
         """Return the sums of each four values, which are integers, times a number."""
-        factors, nothing = (ir.Constant(_EIGHT_INTS, [value * 0x01010101] * 8) for value in (times, 0))
-        return add_quadruples(self._builder, nothing, factors, x, _EIGHT_INTS)
+        nothing = ir.Constant(_EIGHT_INTS, [0] * 8)
+        return add_dots(self._builder, nothing, ir.Constant(BYTES, [times] * RUN), x, are_small=True)
 
     def folded(self, sums: list[Any]) -> list[Any]:
         """Return the sums with one lane of products of the vector's sums, as single blocks are added."""

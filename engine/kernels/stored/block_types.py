@@ -64,6 +64,8 @@ class BlockKind:
     """Returns the group of consecutive blocks, given a builder, the first block's address and the number of blocks."""
     halves: bool = False
     """Whether each 16 weights have their own scale."""
+    are_small: bool = True
+    """Whether two products of stored bytes and signed ones always fit in 16 bits."""
 
     @property
     def key(self) -> str:
@@ -182,7 +184,8 @@ def _mxfp4(builder: Any, address: Any, blocks: int) -> Group:
     """A scale is 2 to the power of its byte minus 128, because the numbers are doubled."""
     places = [_place(builder, address, 17 * block) for block in range(blocks)]
     codes = [_run_of_nibbles(builder, _place(builder, place, 1)) for place in places]
-    bytes_ = builder.zext(vector_of(builder, [read(builder, place, BYTE) for place in places]), ir.VectorType(INT, blocks))
+    data = read(builder, address, ir.VectorType(BYTE, 16 * blocks))
+    bytes_ = builder.zext(taken(builder, data, [17 * block for block in range(blocks)]), ir.VectorType(INT, blocks))
     power = builder.shl(builder.sub(bytes_, _same(bytes_.type, 1)), _same(bytes_.type, 23))
     small = builder.shl(_same(bytes_.type, 1 << 21), bytes_)  # the exponents of float32 begin at 2^-126
     power = builder.select(builder.icmp_unsigned("<", bytes_, _same(bytes_.type, 2)), small, power)
@@ -304,19 +307,19 @@ def _q6_k(builder: Any, address: Any, blocks: int) -> Group:
 BLOCK_KINDS = {
     kind.name: kind
     for kind in (
-        BlockKind("Q8_0", 32, 34, 128, 4, _q8_0),
+        BlockKind("Q8_0", 32, 34, 128, 4, _q8_0, are_small=False),
         BlockKind("Q4_0", 32, 18, 8, 4, _q4_0),
         BlockKind("Q4_1", 32, 20, 0, 4, _q4_1),
         BlockKind("Q5_0", 32, 22, 16, 4, _q5_0),
         BlockKind("Q5_1", 32, 24, 0, 4, _q5_1),
-        BlockKind("IQ4_NL", 32, 18, 128, 4, _iq4_nl),
+        BlockKind("IQ4_NL", 32, 18, 128, 4, _iq4_nl, are_small=False),
         BlockKind("MXFP4_BLOCKS", 32, 17, OFFSET_OF_E2M1, 4, _mxfp4),
         BlockKind("Q2_K", 256, 84, 0, 1, _q2_k, halves=True),
         BlockKind("Q3_K", 256, 110, 4, 1, _q3_k, halves=True),
         BlockKind("Q4_K", 256, 144, 0, 1, _q4_k),
         BlockKind("Q5_K", 256, 176, 0, 1, _q5_k),
         BlockKind("Q6_K", 256, 210, 32, 1, _q6_k, halves=True),
-        BlockKind("IQ4_XS", 256, 136, 128, 1, _iq4_xs),
+        BlockKind("IQ4_XS", 256, 136, 128, 1, _iq4_xs, are_small=False),
     )
 }
 """The types that products read as they are stored, by name."""

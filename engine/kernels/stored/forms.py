@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.kernels.compiler.compiling import KERNELS, Kernel, inline
 from engine.kernels.compiler.memory import record_at
-from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS, MULTIPLIES_QUADRUPLES
+from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS
 from engine.kernels.dot_products import VALUE_BYTES
 from engine.kernels.stored.block_types import BLOCK_KINDS, RUN
 from engine.kernels.stored.float_types import FLOAT_KINDS, TAKES_PAIRS
@@ -96,7 +96,7 @@ def _row(kind: int | str) -> _Row:
         numbers, size = (8, kind) if 8 % kind else (8 // kind, 1)
         return _Row(kind, numbers, size, _ROUNDED_BYTES, f"multiply_{kind}", f"prepare_{kind}", f"widen_{kind}")
     vector, prepare, exact = (
-        (_ROUNDED_BYTES, "prepare_blocks", "") if MULTIPLIES_QUADRUPLES else (16, "prepare_wide", "exact_")
+        (_ROUNDED_BYTES, "prepare_blocks", "") if MULTIPLIES_INTEGERS else (16, "prepare_wide", "exact_")
     )
     if kind == BLOCKS[0]:
         return _Row(8, 1, 1, vector, prepare=prepare)
