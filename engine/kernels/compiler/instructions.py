@@ -184,6 +184,15 @@ def spread(builder: Any, values: Any, first: int, times: int, size: int) -> Any:
     return builder.shuffle_vector(values, values, places)
 
 
+def in_lanes(builder: Any, values: Any) -> Any:
+    """Return a register of 16 float32 that begins with these values, and is zero behind them."""
+    if values.type.count == LANES:
+        return values
+    nothing = ir.Constant(values.type, [0.0] * values.type.count)
+    places = [min(lane, values.type.count) for lane in range(LANES)]
+    return builder.shuffle_vector(values, nothing, ir.Constant(ir.VectorType(INT, LANES), places))
+
+
 def repeated(builder: Any, value: Any, size: int) -> Any:
     """Return a vector that repeats one value."""
     if size == 1:

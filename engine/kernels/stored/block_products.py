@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.compiler.compiling import add_kernel, kernel
 from engine.kernels.compiler.instructions import (
+    BYTE,
     FLOAT,
     FLOATS,
     IN_ORDER,
@@ -27,15 +28,17 @@ from engine.kernels.compiler.instructions import (
     add_product,
     added_up,
     at,
+    cut,
     fetch,
     in_fours,
+    in_lanes,
     load,
     loop,
     narrowed,
     parts,
 )
 from engine.kernels.dot_products import MULTIPLY, PREPARE
-from engine.kernels.stored.block_types import BLOCK_KINDS, BYTES, RUN, BlockKind, Group, every, joined, taken
+from engine.kernels.stored.block_types import BLOCK_KINDS, RUN, BlockKind, Group, every, taken
 from engine.kernels.stored.byte_dots import add_dots
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
 from engine.kernels.stored.rounded_vectors import ROUNDED, round_values
@@ -100,7 +103,7 @@ def _row_products(builder: Any, kind: BlockKind, weights: Any, vectors: list[Any
 class _RoundedTerms:
     """One of the vectors that `prepare_blocks` writes, as a tile reads it.
 
-    Its sums are two registers of eight products, and one of products of the vector's sums, which has a lane for each run.
+    Its sums are two registers of products, and one of products of the vector's sums, which has a lane for each run.
     """
 
     sums = 3
@@ -117,11 +120,11 @@ class _RoundedTerms:
         self._sums = builder.add(self._scales, builder.lshr(inputs, INDEX(3)))
 
     def zeros(self, runs: int) -> list[Any]:
-        return [*[ir.Constant(_EIGHT, [0.0] * 8)] * 2, ir.Constant(ir.VectorType(FLOAT, runs), [0.0] * runs)]
+        return [*[ir.Constant(FLOATS, [0.0] * LANES)] * 2, ir.Constant(ir.VectorType(FLOAT, runs), [0.0] * runs)]
 
     def added(self, index: Any, group: Group, sums: list[Any]) -> list[Any]:
         """Return the sums with the products of the runs from `index` on."""
-        builder, runs = self._builder, len(group.stored)
+        builder, runs = self._builder, sum(each.type.count for each in group.stored) // RUN
         place = parts(builder, index, RUN, 4)
         scales_x, sums_x = (
             load(builder, builder.add(row, place), ir.VectorType(FLOAT, runs)) for row in (self._scales, self._sums)
@@ -138,28 +141,34 @@ class _RoundedTerms:
             made[2] = add_product(builder, made[2], leasts, sums_x)
         elif leasts is not None:
             leasts = builder.fmul(leasts, own_scales_x, flags=IN_ORDER)
-        for run, stored in enumerate(group.stored):
-            x = builder.add(self._values, builder.add(index, INDEX(RUN * run)))
-            dots = self._dots(stored, x)
-            lanes = [each * run + lane * each // 8 for lane in range(8)]
-            made[run % 2] = add_product(builder, made[run % 2], builder.sitofp(dots, _EIGHT), taken(builder, scales, lanes))
+        first, wide = 0, RUN // each
+        for number, stored in enumerate(group.stored):
+            count, own = stored.type.count, number % 2
+            x = builder.add(self._values, builder.add(index, INDEX(first)))
+            lanes = [(first + weight) // wide for weight in range(0, count, 4)]
+            pairs = [(self._dots(stored, x), scales)]
             if leasts is not None and self._kind.halves:
-                summed = builder.sitofp(self._sums_of_four(x, 1), _EIGHT)
-                made[run % 2] = add_product(builder, made[run % 2], summed, taken(builder, leasts, lanes))
+                pairs.append((self._sums_of_four(x, count, 1), leasts))
+            for dots, factors in pairs:
+                products = [in_lanes(builder, part) for part in (_floats(builder, dots), taken(builder, factors, lanes))]
+                made[own] = add_product(builder, made[own], *products)
+            first += count
         return made
 
     def _dots(self, stored: Any, x: Any) -> Any:
-        """Return sums of four products of integers each. x: the address of a run's values."""
-        builder, nothing = self._builder, ir.Constant(_EIGHT_INTS, [0] * 8)
+        """Return sums of four products of integers each. x: the address of the values."""
+        builder, count = self._builder, stored.type.count
+        nothing = ir.Constant(ir.VectorType(INT, count // 4), [0] * (count // 4))
         dots = add_dots(builder, nothing, stored, x, are_small=self._kind.are_small)
         if not self._kind.halves or not self._kind.offset:
             return dots
-        return builder.sub(dots, self._sums_of_four(x, self._kind.offset))
+        return builder.sub(dots, self._sums_of_four(x, count, self._kind.offset))
 
-    def _sums_of_four(self, x: Any, times: int) -> Any:
-        """Return the sums of each four values, which are integers, times a number."""
-        nothing = ir.Constant(_EIGHT_INTS, [0] * 8)
-        return add_dots(self._builder, nothing, ir.Constant(BYTES, [times] * RUN), x, are_small=True)
+    def _sums_of_four(self, x: Any, count: int, times: int) -> Any:
+        """Return the sums of each four of so many values, which are integers, times a number."""
+        nothing = ir.Constant(ir.VectorType(INT, count // 4), [0] * (count // 4))
+        factors = ir.Constant(ir.VectorType(BYTE, count), [times] * count)
+        return add_dots(self._builder, nothing, factors, x, are_small=True)
 
     def folded(self, sums: list[Any]) -> list[Any]:
         """Return the sums with one lane of products of the vector's sums, as single blocks are added."""
@@ -174,11 +183,8 @@ class _RoundedTerms:
         return sums
 
     def total(self, sums: list[Any]) -> Any:
-        builder, runs = self._builder, sums[2].type.count
-        nothing = ir.Constant(sums[2].type, [0.0] * runs)
-        places = ir.Constant(ir.VectorType(INT, 8), [lane if lane < runs else runs for lane in range(8)])
-        padded = builder.shuffle_vector(sums[2], nothing, places)
-        return joined(builder, builder.fadd(sums[0], padded, flags=IN_ORDER), sums[1])
+        products = self._builder.fadd(*sums[:2], flags=IN_ORDER)
+        return self._builder.fadd(products, in_lanes(self._builder, sums[2]), flags=IN_ORDER)
 
 
 class _ExactTerms:
@@ -212,19 +218,21 @@ class _ExactTerms:
         return self._builder.fadd(*sums, flags=IN_ORDER)
 
 
+def _floats(builder: Any, numbers: Any) -> Any:
+    return builder.sitofp(numbers, ir.VectorType(FLOAT, numbers.type.count))
+
+
 def _numbers(builder: Any, kind: BlockKind, group: Group) -> list[Any]:
     """Return the float32 weights of a group, 16 in a register: exactly those that the type means."""
-    integers, each = ir.VectorType(INT, LANES), 2 if kind.halves else 1
-    made = []
-    for place in range(2 * len(group.stored)):
-        run, half = divmod(place, 2)
-        stored = taken(builder, group.stored[run], [*range(LANES * half, LANES * half + LANES)])
+    integers, made, wide = ir.VectorType(INT, LANES), [], RUN // 2 if kind.halves else RUN
+    registers = [part for each in group.stored for (part,) in cut(builder, LANES, each)]
+    for place, stored in enumerate(registers):
+        own = INT(LANES * place // wide)
         whole = builder.sub(builder.zext(stored, integers), ir.Constant(integers, [kind.offset] * LANES))
-        scale = builder.extract_element(group.scales, INT(each * run + (half if kind.halves else 0)))
+        scale = builder.extract_element(group.scales, own)
         weights = builder.fmul(builder.sitofp(whole, FLOATS), every(builder, scale, LANES), flags=IN_ORDER)
         if group.leasts is not None:
-            least = builder.extract_element(group.leasts, INT(each * run + (half if kind.halves else 0)))
-            least = every(builder, least, LANES)
+            least = every(builder, builder.extract_element(group.leasts, own), LANES)
             weights = builder.fadd(weights, least, flags=IN_ORDER)
         made.append(weights)
     return made

@@ -41,7 +41,7 @@ class Group:
     """The weights of one step of a product, as LLVM values."""
 
     stored: list[Any]
-    """Unsigned bytes of each run of 32 weights."""
+    """Unsigned bytes of the weights: two runs of 32 in a register, or a single one."""
     scales: Any
     """Float32 scales: one for each run, or two for each run, of 16 weights each."""
     leasts: Any = None
@@ -115,100 +115,121 @@ def _halves_at(builder: Any, addresses: list[Any], count: int) -> Any:
     return wide_halves(builder, builder.bitcast(read, ir.VectorType(SHORT, count * len(addresses))))
 
 
-def _nibbles(builder: Any, data: Any) -> tuple[Any, Any]:
-    """Return the low and the high four bits of bytes."""
-    pairs = ir.VectorType(SHORT, data.type.count // 2)
-    upper = builder.bitcast(builder.lshr(builder.bitcast(data, pairs), _same(pairs, 4)), data.type)
-    low = _same(data.type, 15)
-    return builder.and_(data, low), builder.and_(upper, low)
+def _planes(builder: Any, data: Any, firsts: tuple[int, ...], count: int, to: int = 0) -> Any:
+    """Return copies of some bytes one after another: in each, `count` bits from the bit of its place in `firsts` on, as the
+    bits from `to` on. All bits move in one direction.
+    """
+    size = data.type.count
+    shorts = ir.VectorType(SHORT, size * len(firsts) // 2)
+    copies = taken(builder, data, [*range(size)] * len(firsts)) if len(firsts) > 1 else data
+    by = ir.Constant(shorts, [abs(to - first) for first in firsts for _ in range(size // 2)])
+    moved = (builder.shl if to > min(firsts) else builder.lshr)(builder.bitcast(copies, shorts), by)
+    return builder.and_(builder.bitcast(moved, copies.type), _same(copies.type, ((1 << count) - 1) << to))
 
 
-def _run_of_nibbles(builder: Any, address: Any) -> Any:
-    """Return 32 numbers of four bits: the low bits of 16 bytes, and then the high ones."""
-    return joined(builder, *_nibbles(builder, load(builder, address, many(BYTE, 16))))
+def _runs_of_nibbles(builder: Any, addresses: list[Any]) -> list[Any]:
+    """Return numbers of four bits, two runs in a register, or one if there is one address.
+
+    A run is the low bits of the 16 bytes at an address, and then their high ones.
+    """
+    read = [load(builder, address, many(BYTE, 16)) for address in addresses]
+    if len(read) == 1:
+        return [_planes(builder, read[0], (0, 4), 4)]
+    made = []
+    for both in zip(read[::2], read[1::2], strict=True):
+        first, second = ([*range(start, start + 16)] for start in (0, 16))
+        copies = taken(builder, joined(builder, *both), [*first, *first, *second, *second])
+        shorts = ir.VectorType(SHORT, RUN)
+        moved = builder.lshr(builder.bitcast(copies, shorts), ir.Constant(shorts, ([0] * 8 + [4] * 8) * 2))
+        made.append(builder.and_(builder.bitcast(moved, copies.type), _same(copies.type, 15)))
+    return made
+
+
+def _in_pairs(builder: Any, values: list[Any]) -> list[Any]:
+    """Return each two vectors as one; a single one as it is."""
+    pairs = zip(values[::2], values[1::2], strict=True)
+    return values if len(values) == 1 else [joined(builder, *both) for both in pairs]
 
 
 def _q8_0(builder: Any, address: Any, blocks: int) -> Group:
     places = [_place(builder, address, 34 * block) for block in range(blocks)]
-    signed = [load(builder, _place(builder, place, 2), BYTES) for place in places]
-    stored = [builder.xor(each, _same(BYTES, 0x80)) for each in signed]
-    return Group(stored, _halves_at(builder, places, 1))
+    signed = _in_pairs(builder, [load(builder, _place(builder, place, 2), BYTES) for place in places])
+    return Group([builder.xor(each, _same(each.type, 0x80)) for each in signed], _halves_at(builder, places, 1))
 
 
 def _q4_0(builder: Any, address: Any, blocks: int) -> Group:
     places = [_place(builder, address, 18 * block) for block in range(blocks)]
-    stored = [_run_of_nibbles(builder, _place(builder, place, 2)) for place in places]
-    return Group(stored, _halves_at(builder, places, 1))
+    return Group(_runs_of_nibbles(builder, [_place(builder, each, 2) for each in places]), _halves_at(builder, places, 1))
 
 
 def _q4_1(builder: Any, address: Any, blocks: int) -> Group:
     places = [_place(builder, address, 20 * block) for block in range(blocks)]
-    stored = [_run_of_nibbles(builder, _place(builder, place, 4)) for place in places]
+    stored = _runs_of_nibbles(builder, [_place(builder, each, 4) for each in places])
+    return Group(stored, *_scale_and_least(builder, places))
+
+
+def _scale_and_least(builder: Any, places: list[Any]) -> tuple[Any, Any]:
+    """Return the first float16 at each place, and the second ones."""
     both = _halves_at(builder, places, 2)
-    even, odd = ([*range(first, 2 * blocks, 2)] for first in (0, 1))
-    return Group(stored, taken(builder, both, even), taken(builder, both, odd))
+    even, odd = ([*range(first, 2 * len(places), 2)] for first in (0, 1))
+    return taken(builder, both, even), taken(builder, both, odd)
 
 
-def _fifth_bits(builder: Any, address: Any) -> Any:
-    """Return 32 bytes, 16 where the bit of the number's place is set, else 0."""
-    bits = builder.bitcast(load(builder, address, INT), many(ir.IntType(1), RUN))
-    return builder.select(bits, _same(BYTES, 16), _same(BYTES, 0))
-
-
-def _five_bits(builder: Any, place: Any, first: int) -> Any:
-    """Return 32 numbers of five bits: four bytes with their highest bits, and a run of nibbles."""
-    low = _run_of_nibbles(builder, _place(builder, place, first + 4))
-    return builder.or_(low, _fifth_bits(builder, _place(builder, place, first)))
+def _runs_of_five_bits(builder: Any, places: list[Any]) -> list[Any]:
+    """Return numbers of five bits: at each place are four bytes with the highest bits, and 16 with the others."""
+    words, made = [load(builder, place, many(BYTE, 4)) for place in places], []
+    runs = _runs_of_nibbles(builder, [_place(builder, place, 4) for place in places])
+    for low, four in zip(runs, _in_pairs(builder, words), strict=True):
+        own = taken(builder, four, [place // 8 for place in range(low.type.count)])  # a bit for each number
+        bit = ir.Constant(low.type, [1 << place % 8 for place in range(low.type.count)])
+        is_set = builder.icmp_unsigned("!=", builder.and_(own, bit), _same(low.type, 0))
+        made.append(builder.or_(low, builder.select(is_set, _same(low.type, 16), _same(low.type, 0))))
+    return made
 
 
 def _q5_0(builder: Any, address: Any, blocks: int) -> Group:
     places = [_place(builder, address, 22 * block) for block in range(blocks)]
-    return Group([_five_bits(builder, place, 2) for place in places], _halves_at(builder, places, 1))
+    stored = _runs_of_five_bits(builder, [_place(builder, each, 2) for each in places])
+    return Group(stored, _halves_at(builder, places, 1))
 
 
 def _q5_1(builder: Any, address: Any, blocks: int) -> Group:
     places = [_place(builder, address, 24 * block) for block in range(blocks)]
-    both = _halves_at(builder, places, 2)
-    even, odd = ([*range(first, 2 * blocks, 2)] for first in (0, 1))
-    stored = [_five_bits(builder, place, 4) for place in places]
-    return Group(stored, taken(builder, both, even), taken(builder, both, odd))
+    stored = _runs_of_five_bits(builder, [_place(builder, each, 4) for each in places])
+    return Group(stored, *_scale_and_least(builder, places))
 
 
 def _iq4_nl(builder: Any, address: Any, blocks: int) -> Group:
     places = [_place(builder, address, 18 * block) for block in range(blocks)]
-    codes = [_run_of_nibbles(builder, _place(builder, place, 2)) for place in places]
+    codes = _runs_of_nibbles(builder, [_place(builder, each, 2) for each in places])
     return Group([looked_up(builder, each, _LEVELS) for each in codes], _halves_at(builder, places, 1))
 
 
 def _mxfp4(builder: Any, address: Any, blocks: int) -> Group:
     """A scale is 2 to the power of its byte minus 128, because the numbers are doubled."""
-    places = [_place(builder, address, 17 * block) for block in range(blocks)]
-    codes = [_run_of_nibbles(builder, _place(builder, place, 1)) for place in places]
+    codes = _runs_of_nibbles(builder, [_place(builder, address, 17 * block + 1) for block in range(blocks)])
     data = read(builder, address, ir.VectorType(BYTE, 16 * blocks))
-    bytes_ = builder.zext(taken(builder, data, [17 * block for block in range(blocks)]), ir.VectorType(INT, blocks))
-    power = builder.shl(builder.sub(bytes_, _same(bytes_.type, 1)), _same(bytes_.type, 23))
-    small = builder.shl(_same(bytes_.type, 1 << 21), bytes_)  # the exponents of float32 begin at 2^-126
-    power = builder.select(builder.icmp_unsigned("<", bytes_, _same(bytes_.type, 2)), small, power)
-    scales = builder.bitcast(power, ir.VectorType(FLOAT, blocks))
+    powers = builder.zext(taken(builder, data, [17 * block for block in range(blocks)]), ir.VectorType(INT, blocks))
+    bits = builder.shl(builder.sub(powers, _same(powers.type, 1)), _same(powers.type, 23))
+    small = builder.shl(_same(powers.type, 1 << 21), powers)  # the exponents of float32 begin at 2^-126
+    bits = builder.select(builder.icmp_unsigned("<", powers, _same(powers.type, 2)), small, bits)
+    scales = builder.bitcast(bits, ir.VectorType(FLOAT, blocks))
     return Group([looked_up(builder, each, BYTES_OF_E2M1) for each in codes], scales)
 
 
 def _q4_k(builder: Any, address: Any, blocks: int) -> Group:
     assert blocks == 1
-    scales, leasts = _eight_scales(builder, address)
-    stored: list[Any] = []
-    for part in range(4):
-        stored += _nibbles(builder, load(builder, _place(builder, address, 16 + 32 * part), BYTES))
-    return Group(stored, scales, leasts)
+    data = [load(builder, _place(builder, address, 16 + 32 * part), BYTES) for part in range(4)]
+    return Group([_planes(builder, each, (0, 4), 4) for each in data], *_eight_scales(builder, address))
 
 
 def _q5_k(builder: Any, address: Any, blocks: int) -> Group:
     assert blocks == 1
-    scales, leasts = _eight_scales(builder, address)
-    high, stored = load(builder, _place(builder, address, 16), BYTES), list[Any]()
+    high, stored = load(builder, _place(builder, address, 16), BYTES), []
     for part in range(4):
-        stored += _nibbles(builder, load(builder, _place(builder, address, 48 + 32 * part), BYTES))
-    return Group([builder.or_(low, _bits(builder, high, run, 4, 1)) for run, low in enumerate(stored)], scales, leasts)
+        low = _planes(builder, load(builder, _place(builder, address, 48 + 32 * part), BYTES), (0, 4), 4)
+        stored.append(builder.or_(low, _planes(builder, high, (2 * part, 2 * part + 1), 1, to=4)))
+    return Group(stored, *_eight_scales(builder, address))
 
 
 def _eight_scales(builder: Any, address: Any) -> tuple[Any, Any]:
@@ -232,76 +253,67 @@ def _eight_scales(builder: Any, address: Any) -> tuple[Any, Any]:
     return builder.fmul(d, scales, flags=IN_ORDER), added
 
 
-def _bits(builder: Any, data: Any, first: int, to: int, count: int) -> Any:
-    """Return `count` bits of each byte from bit `first` on, as its bits from `to` on."""
-    shorts = ir.VectorType(SHORT, data.type.count // 2)
-    turned, by = builder.bitcast(data, shorts), _same(shorts, abs(to - first))
-    turned = builder.shl(turned, by) if to > first else builder.lshr(turned, by)
-    return builder.and_(builder.bitcast(turned, data.type), _same(data.type, ((1 << count) - 1) << to))
-
-
-def _sixteen_scales(builder: Any, place: Any, numbers: Any) -> Any:
-    """Return the float16 at an address times 16 numbers, of type float32."""
+def _scaled(builder: Any, place: Any, numbers: Any) -> Any:
+    """Return the float16 at an address times some numbers, of type float32."""
     d = builder.extract_element(_halves_at(builder, [place], 1), INT(0))
-    return builder.fmul(every(builder, d, 16), numbers, flags=IN_ORDER)
+    return builder.fmul(every(builder, d, numbers.type.count), numbers, flags=IN_ORDER)
+
+
+def _pairs_of_two_bits(builder: Any, address: Any) -> list[Any]:
+    """Return eight runs of numbers of two bits, two in a register: in each of two times 32 bytes are four of them."""
+    halves = [load(builder, _place(builder, address, 32 * half), BYTES) for half in range(2)]
+    return [_planes(builder, half, planes, 2) for half in halves for planes in ((0, 2), (4, 6))]
 
 
 def _q2_k(builder: Any, address: Any, blocks: int) -> Group:
     assert blocks == 1
-    wide = ir.VectorType(FLOAT, 16)
-    both = _nibbles(builder, load(builder, address, many(BYTE, 16)))
+    both, wide = load(builder, address, many(BYTE, 16)), ir.VectorType(FLOAT, 16)
     scales, leasts = (
-        _sixteen_scales(builder, _place(builder, address, place), builder.uitofp(each, wide))
-        for place, each in zip((80, 82), both, strict=True)
+        _scaled(builder, _place(builder, address, place), builder.uitofp(_planes(builder, both, (first,), 4), wide))
+        for place, first in ((80, 0), (82, 4))
     )
-    parts = [load(builder, _place(builder, address, 16 + 32 * half), BYTES) for half in range(2)]
-    stored = [_bits(builder, part, 2 * plane, 0, 2) for part in parts for plane in range(4)]
-    return Group(stored, scales, builder.fneg(leasts, flags=IN_ORDER))
+    return Group(_pairs_of_two_bits(builder, _place(builder, address, 16)), scales, builder.fneg(leasts, flags=IN_ORDER))
 
 
 def _q3_k(builder: Any, address: Any, blocks: int) -> Group:
     assert blocks == 1
-    low = joined(builder, *_nibbles(builder, load(builder, _place(builder, address, 96), many(BYTE, 8))))
+    low = _planes(builder, load(builder, _place(builder, address, 96), many(BYTE, 8)), (0, 4), 4)
     four = load(builder, _place(builder, address, 104), many(BYTE, 4))
-    pairs = [_bits(builder, four, 2 * plane, 4, 2) for plane in range(4)]
-    upper = joined(builder, *(joined(builder, *pairs[first : first + 2]) for first in (0, 2)))
+    upper = joined(builder, *(_planes(builder, four, planes, 2, to=4) for planes in ((0, 2), (4, 6))))
     six = builder.sub(builder.or_(low, upper), _same(low.type, 32))
-    scales = _sixteen_scales(builder, _place(builder, address, 108), builder.sitofp(six, ir.VectorType(FLOAT, 16)))
-    high = load(builder, address, BYTES)
-    parts = [load(builder, _place(builder, address, 32 + 32 * half), BYTES) for half in range(2)]
-    stored = [_bits(builder, part, 2 * plane, 0, 2) for part in parts for plane in range(4)]
-    return Group([builder.or_(low, _bits(builder, high, run, 2, 1)) for run, low in enumerate(stored)], scales)
+    scales = _scaled(builder, _place(builder, address, 108), builder.sitofp(six, ir.VectorType(FLOAT, 16)))
+    high, stored = load(builder, address, BYTES), []
+    for part, two in enumerate(_pairs_of_two_bits(builder, _place(builder, address, 32))):
+        stored.append(builder.or_(two, _planes(builder, high, (2 * part, 2 * part + 1), 1, to=2)))
+    return Group(stored, scales)
 
 
 def _iq4_xs(builder: Any, address: Any, blocks: int) -> Group:
     assert blocks == 1
-    d = _halves_at(builder, [address], 1)
-    upper = load(builder, _place(builder, address, 2), SHORT)
-    lower = load(builder, _place(builder, address, 4), INT)
-    eight = ir.VectorType(INT, 8)
-    shifts = ir.Constant(eight, [2 * run for run in range(8)])
-    high = builder.and_(builder.lshr(every(builder, builder.zext(upper, INT), 8), shifts), _same(eight, 3))
-    shifts = ir.Constant(eight, [4 * run for run in range(8)])
-    low = builder.and_(builder.lshr(every(builder, lower, 8), shifts), _same(eight, 15))
-    six = builder.sub(builder.or_(low, builder.shl(high, _same(eight, 4))), _same(eight, 32))
-    scales = builder.sitofp(six, ir.VectorType(FLOAT, 8))
-    scales = builder.fmul(every(builder, builder.extract_element(d, INT(0)), 8), scales, flags=IN_ORDER)
-    codes = [_run_of_nibbles(builder, _place(builder, address, 8 + 16 * run)) for run in range(8)]
-    return Group([looked_up(builder, each, _LEVELS) for each in codes], scales)
+    upper = builder.zext(load(builder, _place(builder, address, 2), SHORT), INT)
+    lower, eight = load(builder, _place(builder, address, 4), INT), ir.VectorType(INT, 8)
+
+    def bits(value: Any, count: int) -> Any:
+        shifts = ir.Constant(eight, [count * run for run in range(8)])
+        return builder.and_(builder.lshr(every(builder, value, 8), shifts), _same(eight, (1 << count) - 1))
+
+    six = builder.or_(bits(lower, 4), builder.shl(bits(upper, 2), _same(eight, 4)))
+    numbers = builder.sitofp(builder.sub(six, _same(eight, 32)), ir.VectorType(FLOAT, 8))
+    codes = _runs_of_nibbles(builder, [_place(builder, address, 8 + 16 * run) for run in range(8)])
+    return Group([looked_up(builder, each, _LEVELS) for each in codes], _scaled(builder, address, numbers))
 
 
 def _q6_k(builder: Any, address: Any, blocks: int) -> Group:
     assert blocks == 1
-    scales = builder.sitofp(load(builder, _place(builder, address, 192), many(BYTE, 16)), ir.VectorType(FLOAT, 16))
-    scales = _sixteen_scales(builder, _place(builder, address, 208), scales)
-    stored: list[Any] = []
+    numbers = builder.sitofp(load(builder, _place(builder, address, 192), many(BYTE, 16)), ir.VectorType(FLOAT, 16))
+    stored = []
     for half in range(2):
-        low = [load(builder, _place(builder, address, 64 * half + 32 * part), BYTES) for part in range(2)]
+        low = load(builder, _place(builder, address, 64 * half), many(BYTE, 2 * RUN))
         high = load(builder, _place(builder, address, 128 + 32 * half), BYTES)
-        lower = [_nibbles(builder, each) for each in low]
-        for plane in range(4):
-            stored.append(builder.or_(lower[plane % 2][plane // 2], _bits(builder, high, 2 * plane, 4, 2)))
-    return Group(stored, scales)
+        for first, planes in ((0, (0, 2)), (4, (4, 6))):
+            upper = _planes(builder, high, planes, 2, to=4)
+            stored.append(builder.or_(_planes(builder, low, (first,), 4), upper))
+    return Group(stored, _scaled(builder, _place(builder, address, 208), numbers))
 
 
 BLOCK_KINDS = {

@@ -30,6 +30,7 @@ from engine.kernels.compiler.instructions import (
     add_product,
     at,
     fetch,
+    in_lanes,
     load,
     looked_up,
     loop,
@@ -102,15 +103,6 @@ def _unpacked(builder: Any, address: Any, count: int) -> list[Any]:
     return [looked_up(builder, codes, BYTES_OF_E2M1) for codes in (data, builder.bitcast(upper, data.type))]
 
 
-def _in_lanes(builder: Any, values: Any) -> Any:
-    """Return a register that begins with these values, and is zero behind them."""
-    if values.type.count == LANES:
-        return values
-    nothing = ir.Constant(values.type, [0.0] * values.type.count)
-    places = [min(lane, values.type.count) for lane in range(LANES)]
-    return builder.shuffle_vector(values, nothing, ir.Constant(ir.VectorType(INT, LANES), places))
-
-
 def _row_products(builder: Any, matrix: Matrix, row: tuple[Any, Any], vectors: list[_Vector], inputs: Any) -> list[Any]:
     """Return for each vector a register of 16 partial sums, which add up to its product with one matrix row.
 
@@ -132,7 +124,7 @@ def _row_products(builder: Any, matrix: Matrix, row: tuple[Any, Any], vectors: l
                 less = builder.fmul(scales, vector.offsets(index, groups), flags=IN_ORDER)
                 for first in range(0, groups, LANES):
                     part = spread(builder, less, first, 1, min(groups, LANES))
-                    made[3 * r + 2] = builder.fadd(made[3 * r + 2], _in_lanes(builder, part), flags=IN_ORDER)
+                    made[3 * r + 2] = builder.fadd(made[3 * r + 2], in_lanes(builder, part), flags=IN_ORDER)
             for number in range(size // unit):
                 offset = number * unit
                 registers = _unpacked(builder, builder.add(start, INDEX(offset // 2)), unit)
@@ -140,7 +132,7 @@ def _row_products(builder: Any, matrix: Matrix, row: tuple[Any, Any], vectors: l
                     dots = vector.dots(builder.add(index, INDEX(offset)), registers)
                     each = spread(builder, own[r], offset // GROUP, GROUP // 8, unit // 8)
                     place = 3 * r + number % 2
-                    made[place] = add_product(builder, made[place], _in_lanes(builder, dots), _in_lanes(builder, each))
+                    made[place] = add_product(builder, made[place], in_lanes(builder, dots), in_lanes(builder, each))
             return made
 
         return body
