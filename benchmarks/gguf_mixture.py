@@ -21,6 +21,8 @@ from typing import Any
 from gguf_smollm2 import PEER, WINDOW, WORKERS, Contender, compared, with_error
 from results import NOT_POSSIBLE_HERE, ROOT, markdown, require, save
 
+from compress.report.columns import with_interval
+
 PRUNED = {
     "whole": (),
     "a quarter of the experts removed": ("--method", "fisher", "--granularity", "expert"),
@@ -41,7 +43,7 @@ def table(figures: dict[str, Any]) -> str:
             f"{row['bytes'] / 1e6:.0f}",
             f"{with_error(row['ours'])} ({row['ours']['perplexity_decoding']:.2f})",
             with_error(row[PEER]),
-            f"{row['perplexity_ratio']:.4f} ({row['perplexity_ratio_low']:.4f} to {row['perplexity_ratio_high']:.4f})",
+            with_interval(*(row[f"perplexity_ratio{end}"] for end in ("", "_low", "_high")), digits=4),
         ]
         for row in figures["rows"]
     ]

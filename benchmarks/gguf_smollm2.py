@@ -55,8 +55,9 @@ TABLES = {"gguf_smollm2": table}
 
 
 def with_error(own: dict[str, Any]) -> str:
-    """Return a program's perplexity with its standard error."""
-    return f"{own['perplexity']:.2f} ± {own['perplexity_stderr']:.2f}"
+    """Return a program's perplexity with its standard error, which several windows have."""
+    error = own["perplexity_stderr"]
+    return f"{own['perplexity']:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
 def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
