@@ -44,8 +44,8 @@ from engine.passes.memory_budget import resident_memory_bytes
 ALLOWED_TIMES, ALLOWED_BEYOND = 1.05, 350_000_000
 """The factor of the stored bytes, and the bytes for interpreter and libraries, that are aimed at beside the KV cache."""
 PROMPT_TOKENS, NEW_TOKENS = 512, 64
-PEER_ROUNDS = 11
-"""Texts that both decode in turns, after one that is not counted."""
+PEER_ROUNDS = 41
+"""Texts that both decode in turns, after one that is not counted. Each begins every other turn."""
 BLOCK = 128
 COMMON = {
     "vocab_size": 8192,
@@ -198,12 +198,18 @@ def rates_in_turns(model: Path, gguf: Path, rounds: int, python: str) -> dict[st
     engine.prepare()
     tokens, rates = tokens_of(engine, rounds)[0], {"own_rates": list[float](), "peer_rates": list[float]()}
     with LlamaCpp(python, gguf, torch.get_num_threads(), 2 * rounds) as peer:
-        for _ in range(PEER_ROUNDS + 1):
+
+        def own_rate() -> float:
             cache, started = engine.new_cache(1, rounds), time.perf_counter()
             for token in tokens:
                 engine.step(token[None], None, cache)
-            rates["own_rates"].append(rounds / (time.perf_counter() - started))
-            rates["peer_rates"].append(peer.rate("tg", rounds))
+            return rounds / (time.perf_counter() - started)
+
+        turn = [("own_rates", own_rate), ("peer_rates", lambda: peer.rate("tg", rounds))]
+        for _ in range(PEER_ROUNDS + 1):
+            for name, rate in turn:
+                rates[name].append(rate())
+            turn.reverse()
         about = peer.about
     return {"peer": about} | {name: every[1:] for name, every in rates.items()}
 
