@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from functools import partial
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_reference
+from float_models_for_tests import save_mxfp4
 from gguf_for_tests import Tensors, q8_0, write_gguf
 from gguf_models_for_tests import gguf_metadata, gguf_tensors
 from kernels_for_tests import kernels, needs_integers, needs_pairs
 from packages_for_tests import needs_numba
 
 import engine.kernels.kernel_choice
+from compress.export.gguf import export_gguf
+from compress.options.export import GgufExportOptions
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf.blocks import dequantized
 from engine.checkpoint.gguf.model import GgufView
@@ -32,8 +36,8 @@ from engine.kernels.stored.block_weight import BlockWeight, kind_of
 from engine.kernels.stored.quantized_weight import quantise
 
 KINDS = {kind.name: kind for kind in BLOCK_TYPES.values()}
-SCALES: dict[str, tuple[int, ...]] = {name: (0,) for name in ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS")}
-SCALES |= {name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")}
+SCALES: dict[str, tuple[int, ...]] = dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,))
+SCALES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 SCALES |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}
 """Places of the float16 numbers in a block of each type that the kernels multiply."""
 
@@ -239,3 +243,24 @@ def test_a_model_stays_in_blocks(family: str, tmp_path: Path, monkeypatch: pytes
     for made in (torch.stack(rows), read):
         assert float((made.float() - exact).norm(dim=-1).median() / exact.norm(dim=-1).median()) < 0.05
     assert not block_types_multiplied(torch.float32, torch.device("cpu"))
+
+
+def test_a_gpt_oss_file_decodes_in_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its experts are MXFP4, which is also the name of a type of packed floats, and so has a name of its own in kernels."""
+    monkeypatch.setenv(engine.kernels.kernel_choice.KERNELS, "compiled")
+    engine.kernels.kernel_choice._load_kernels.cache_clear()
+    save_mxfp4(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"swiglu_limit": 7.0}))
+    export_gguf(GgufExportOptions(model=str(tmp_path / "model"), output=tmp_path / "m.gguf", type="stored"))
+    own = Engine.open(tmp_path / "m.gguf")
+    assert isinstance(own.decoder, Decoder) and isinstance(own.checkpoint, Checkpoint)
+    weights = [module for module in own.decoder.modules() if isinstance(module, BlockWeight)]
+    assert {weight.kind for weight in weights} == {"MXFP4_BLOCKS"}
+    exact = Decoder(own.checkpoint.config, own.checkpoint.weights(torch.float32))
+    tokens = torch.randint(0, own.checkpoint.config.vocabulary_size, (1, 12))
+    cache = own.new_cache(1, 16)
+    with torch.inference_mode():
+        rows = torch.stack([own.decoder.last_logits(token.view(1, 1), None, cache, DECODING)[0] for token in tokens[0]])
+        expected = exact(tokens)[0]
+    assert float((rows.float() - expected).norm(dim=-1).median() / expected.norm(dim=-1).median()) < 0.05
