@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -194,6 +195,7 @@ def rates_in_turns(model: Path, gguf: Path, rounds: int, python: str) -> dict[st
     """Return tokens per second of ours and of llama.cpp with a GGUF file, one text of so many tokens after the other, in
     turns.
     """
+    os.sync()  # files that were just written would be on their way to the disk meanwhile
     engine = Engine.open(model)
     engine.prepare()
     tokens, rates = tokens_of(engine, rounds)[0], {"own_rates": list[float](), "peer_rates": list[float]()}

@@ -64,6 +64,17 @@ def call(context: Any, address: Any, arguments: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def take_next(context: Any, address: Any) -> Any:
+    """Return the integer at an address and add one to it, as one operation among all threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.IntType(64)
+        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], kind.as_pointer()), kind(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def keep(context: Any, array: Any) -> Any:
     """Keep an array alive until here. Numba frees an array after its last use, and does not see uses by address."""
 

@@ -6,9 +6,13 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from engine.kernels.compiler.compiling import TABLE, TABLE_OF_ADDRESSES, inline, kernel
-from engine.kernels.compiler.memory import call, record_at
+from engine.kernels.compiler.memory import address_of, call, keep, record_at, take_next
 
 kernels_at = record_at(TABLE_OF_ADDRESSES)
 TABLE_ADDRESS = int(TABLE.ctypes.data)
@@ -16,11 +20,40 @@ ONE_THREAD_BYTES = 1 << 18
 """Bytes of weights, keys or values below which one thread reads all of them: two would mostly wait for each other."""
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _threads(context: Any) -> Any:
+    """Return the number of threads of a parallel loop. Code that calls Numba's own function for it cannot be cached."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(types.intp.bitwidth), [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "get_num_threads"), [])
+
+    return types.int64(), generate
+
+
+_LINE = 8
+"""Integers of 64 bits in a line of the caches: counters in one line would slow each other down."""
+
+
 @kernel("void(int64, int64, int64)", is_parallel=True)
 def parallel_for(block: Any, job: Any, count: Any) -> None:
-    """Call block(job, index) for each index below `count`. Each thread takes one run of consecutive indexes."""
-    for index in numba.prange(count):
-        call(block, (job, np.int64(index)))
+    """Call block(job, index) for each index below `count`.
+
+    Each thread takes one run of consecutive indexes. A thread that has finished its own takes indexes of the others, so that
+    one whose processor is busy with something else does not hold up all.
+    """
+    threads = _threads()
+    taken = np.zeros(threads * _LINE, np.int64)
+    counters = address_of(taken)
+    for thread in numba.prange(threads):
+        for turn in range(threads):
+            own = (thread + turn) % threads
+            first, end = own * count // threads, (own + 1) * count // threads
+            index = first + take_next(counters + 8 * _LINE * own)
+            while index < end:
+                call(block, (job, np.int64(index)))
+                index = first + take_next(counters + 8 * _LINE * own)
+    keep(taken)
 
 
 @kernel("void(int64, int64, int64)")
