@@ -1,13 +1,12 @@
 """Memory and speed of models that are multiplied as stored: FP8 of a DeepSeek shape, and MXFP4 of a GPT-OSS shape.
 
-python benchmarks/packed_floats.py [--layers 3] [--rounds 40] [--peer-python PYTHON] [--hide avx512]
+python benchmarks/packed_floats.py [--layers 3] [--rounds 40] [--peer-python PYTHON]
 
 Weights are random, and each model has more than 1 B parameters with 3 layers. Resident memory is that of a process which
 reads a prompt of 512 random tokens, and then some more one by one, after all weights were read once, so that none is missing
 from memory because no token used it. The speed is that of single tokens, in turns with the same weights dequantized to
 bfloat16, in one process. With --peer-python, a Python that has llama-cpp-python, llama.cpp decodes the GGUF file of the same
-MXFP4 weights (`compress export --type stored`), in turns with us. With `--hide avx512` nothing uses AVX-512, which shows a
-processor with AVX2 alone; llama.cpp must have been built without it too (GGML_NATIVE=OFF).
+MXFP4 weights (`compress export --type stored`), in turns with us.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hidden_instructions import HIDDEN, hide, require_built_without
-from llama_cpp_peer import NAME, LlamaCpp, build_of
+from llama_cpp_peer import NAME, LlamaCpp
 from random_model import random_tensor, write_tokenizer
 from results import markdown, save, times
 
@@ -220,9 +218,9 @@ PARTS = {part.__name__: part for part in (speed, memory)}
 """The first process compiles the kernels, which takes memory that a later one does not need."""
 
 
-def measured(part: str, model: Path, rounds: int, options: list[str]) -> dict[str, Any]:
-    """Run one of the functions above in a process of its own, with these options of this script."""
-    command = [sys.executable, __file__, *options, "--part", part, str(model), str(rounds)]
+def measured(part: str, model: Path, rounds: int) -> dict[str, Any]:
+    """Run one of the functions above in a process of its own."""
+    command = [sys.executable, __file__, "--part", part, str(model), str(rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures
@@ -257,7 +255,7 @@ def beside_text(own: list[float], others: list[float]) -> str:
     return times(statistics.median(mine / other for mine, other in zip(own, others, strict=True)), own, others)
 
 
-TABLES = {"packed_floats": table, "packed_floats_without_avx512": table}
+TABLES = {"packed_floats": table}
 
 
 def main() -> None:
@@ -265,29 +263,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=40, help="tokens of which the speed is measured")
     parser.add_argument("--peer-python", help="Python that has llama-cpp-python; without it, llama.cpp is left out")
-    parser.add_argument("--hide", choices=HIDDEN, default="", help="instructions that nothing uses")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    hide(arguments.hide)
     if arguments.part:
         part, *words = arguments.part
         print(json.dumps(PARTS[part](*words)))
         return
-    if arguments.peer_python:
-        require_built_without(arguments.hide, build_of(arguments.peer_python))
     rows = []
     for name, own in SHAPES.items():
         with tempfile.TemporaryDirectory() as temporary:
             model = Path(temporary) / "model"
             write_packed_model(model, COMMON | own | {"num_hidden_layers": arguments.layers})
-            hidden = ["--hide", arguments.hide] if arguments.hide else []
-            made = (measured(part, model, arguments.rounds, hidden) for part in PARTS)
-            figures = {key: value for each in made for key, value in each.items()}
+            figures = {key: value for part in PARTS for key, value in measured(part, model, arguments.rounds).items()}
             if arguments.peer_python and own["quantization_config"]["quant_method"] == "mxfp4":
                 figures |= beside_peer(model, arguments.rounds, arguments.peer_python)
             rows.append({"model": name} | figures)
-    name = f"packed_floats_without_{arguments.hide}" if arguments.hide else "packed_floats"
-    save(name, {"allowed_times": ALLOWED_TIMES, "allowed_beyond": ALLOWED_BEYOND, "rows": rows})
+    save("packed_floats", {"allowed_times": ALLOWED_TIMES, "allowed_beyond": ALLOWED_BEYOND, "rows": rows})
 
 
 if __name__ == "__main__":

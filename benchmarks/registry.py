@@ -191,13 +191,6 @@ BENCHMARKS = (
         trial=("--layers", "1", "--sequences", "2"),
     ),
     Benchmark("packed_floats", ("packed_floats",), MEMORY, trial=("--layers", "2", "--rounds", "2"), inputs=LLAMA),
-    Benchmark(
-        *("packed_floats", ("packed_floats_without_avx512",), MEMORY),
-        arguments=("--hide", "avx512"),
-        trial=("--hide", "avx512", "--layers", "2", "--rounds", "2"),
-        needs="llama.cpp built by GGML_NATIVE=OFF",
-        inputs=LLAMA,
-    ),
     Benchmark("pruning_memory", ("pruning_memory",), PRUNING, trial=("--layers", "1", "--samples", "2")),
     Benchmark(
         *("larger_than_memory", ("larger_than_memory",), (*MEMORY, "engine/expert_cache")),
@@ -362,7 +355,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         *("gguf_types", ("gguf_types_without_avx512",), (*ENGINE, "engine/checkpoint")),
-        arguments=("--layers", "2", "--hide", "avx512"),
+        arguments=("--layers", "2", "--hide", "avx512", "--types", "Q8_0,Q6_K,Q4_K_M,Q4_0,MXFP4_MOE,Q2_K"),
         trial=("--layers", "1", "--types", "Q2_K,MXFP4_MOE", "--hide", "avx512"),
         needs="llama.cpp built by GGML_NATIVE=OFF",
         inputs=LLAMA | QUANTIZE,
