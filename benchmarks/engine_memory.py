@@ -5,8 +5,8 @@ python benchmarks/engine_memory.py [--directory DIR] [--layers 16] [--sequences 
 Each figure is reported by the operating system for a process that does nothing else, on a random mixture of 1.5 B parameters
 in bfloat16 (3 GB), whose weights are memory-mapped. "Extra" is the peak of resident memory during a prompt, minus the
 resident memory before the prompt and minus the KV cache, in the worst of some processes. A short prompt makes the weights
-resident first. Perplexity is the
-demo model's on the half of the held-out documents that is for reports, read through the cache, with all else equal.
+resident first. Perplexity is the demo model's on the half of the held-out documents that is for reports, read through the
+cache, with all else equal.
 """
 
 from __future__ import annotations

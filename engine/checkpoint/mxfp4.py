@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from engine.kernels.stored.code_levels import MAGNITUDES
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -19,8 +21,6 @@ METHOD = "mxfp4"
 """Value of `quant_method` in `quantization_config`."""
 BLOCKS, POWERS = "_blocks", "_scales"
 """Name suffixes of a packed tensor's two parts."""
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes in E2M1: numbers with a sign, two bits of exponent and one bit of mantissa."""
 _BIAS, _NAN = 127, 255
 """E8M0: a scale is 2 to the power of its byte minus 127; a byte of 255 is NaN."""
 

@@ -13,12 +13,12 @@ from collections.abc import Container, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.checkpoint.mxfp4 import MAGNITUDES
 from engine.checkpoint.pack_quantized import PACKED, SCALE
 from engine.checkpoint.stored_views import SAME_MODEL, StoredView
 from engine.errors import CheckpointError
 from engine.files.element_type import FLOAT8, FLOAT32, UINT8, ElementType
 from engine.files.mapped_file import MappedFile
+from engine.kernels.stored.code_levels import MAGNITUDES
 
 if TYPE_CHECKING:
     import torch

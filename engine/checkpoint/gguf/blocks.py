@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.files.gguf_types import BlockType
+from engine.kernels.stored.code_levels import DOUBLED, IQ4
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The levels of IQ4_NL and IQ4_XS."""
 _NUMBERS_AT_ONCE = 1 << 21
-_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of MXFP4."""
 
 
 def dequantized(blocks: Tensor, kind: BlockType, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -125,19 +122,19 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _levels(_IQ4, _planes(blocks[:, 2:], 4, 16))
+    return _half(blocks, 0) * _levels(IQ4, _planes(blocks[:, 2:], 4, 16))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     low, high = _planes(blocks[:, 4:8], 4, 1), _planes(blocks[:, 2:4], 2, 1)
     scales = (low | high << 4).to(torch.int8) - 32
-    return _scaled(_half(blocks, 0) * scales.float(), _levels(_IQ4, _planes(blocks[:, 8:], 4, 16)))
+    return _scaled(_half(blocks, 0) * scales.float(), _levels(IQ4, _planes(blocks[:, 8:], 4, 16)))
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
     """The scale is half of 2 to the power of the byte minus 127, because the levels are doubled."""
     scales = torch.ldexp(torch.ones(len(blocks), 1, dtype=torch.float64), blocks[:, :1].int() - 128).float()
-    return scales * _levels(_E2M1_DOUBLED, _planes(blocks[:, 1:], 4, 16))
+    return scales * _levels(DOUBLED, _planes(blocks[:, 1:], 4, 16))
 
 
 _UNPACKED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -178,10 +178,19 @@ def parts(builder: Any, index: Any, divisor: int, factor: int = 1) -> Any:
     return builder.udiv(builder.mul(index, INDEX(factor)), INDEX(divisor))
 
 
+def same(kind: Any, value: float) -> Any:
+    """Return a vector constant of this type that repeats a value."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def taken(builder: Any, values: Any, places: list[int]) -> Any:
+    """Return the values of a vector at these places."""
+    return builder.shuffle_vector(values, values, ir.Constant(ir.VectorType(INT, len(places)), places))
+
+
 def spread(builder: Any, values: Any, first: int, times: int, size: int) -> Any:
     """Return a vector of the values from `first` on, each repeated `times` times."""
-    places = ir.Constant(ir.VectorType(INT, size), [first + lane // times for lane in range(size)])
-    return builder.shuffle_vector(values, values, places)
+    return taken(builder, values, [first + lane // times for lane in range(size)])
 
 
 def in_lanes(builder: Any, values: Any) -> Any:
@@ -234,12 +243,11 @@ def looked_up(builder: Any, codes: Any, table: list[int]) -> Any:
     if SHIFTS_BYTES:  # the instruction ignores the bits above those of places, and the table repeats itself
         places = ir.Constant(kind, table * (size // 16))
         return builder.asm(ir.FunctionType(kind, [kind] * 2), "vpermb $1, $2, $0", "=v,v,v", [places, codes], False)
-    low, made, each = builder.and_(codes, ir.Constant(kind, [15] * size)), [], 16 if IS_ARM else min(size, 32)
+    low, made, each = builder.and_(codes, same(kind, 15)), [], 16 if IS_ARM else min(size, 32)
     if not MULTIPLIES_INTEGERS and not IS_ARM:  # there is no instruction for it
-        found = ir.Constant(kind, [0] * size)
+        found = same(kind, 0)
         for place, value in enumerate(table):
-            is_it = builder.icmp_unsigned("==", low, ir.Constant(kind, [place] * size))
-            found = builder.select(is_it, ir.Constant(kind, [value] * size), found)
+            found = builder.select(builder.icmp_unsigned("==", low, same(kind, place)), same(kind, value), found)
         return found
     own = ir.VectorType(BYTE, each)
     places, look_up = ir.Constant(own, table * (each // 16)), ir.FunctionType(own, [own] * 2)

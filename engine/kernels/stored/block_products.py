@@ -36,14 +36,16 @@ from engine.kernels.compiler.instructions import (
     loop,
     narrowed,
     parts,
+    repeated,
+    same,
+    taken,
 )
 from engine.kernels.dot_products import MULTIPLY, PREPARE
-from engine.kernels.stored.block_types import BLOCK_KINDS, RUN, BlockKind, Group, every, taken
+from engine.kernels.stored.block_types import BLOCK_KINDS, RUN, BlockKind, Group
 from engine.kernels.stored.byte_dots import add_dots
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
 from engine.kernels.stored.rounded_vectors import ROUNDED, round_values
 
-_EIGHT, _EIGHT_INTS = ir.VectorType(FLOAT, 8), ir.VectorType(INT, 8)
 _AHEAD = 4096
 """Prefetch distance in bytes."""
 
@@ -134,8 +136,7 @@ class _RoundedTerms:
         own_scales_x = taken(builder, scales_x, [run // each for run in range(each * runs)])
         scales = builder.fmul(group.scales, own_scales_x, flags=IN_ORDER)
         if self._kind.offset and not self._kind.halves:
-            offsets = ir.Constant(ir.VectorType(FLOAT, runs), [-float(self._kind.offset)] * runs)
-            by_offset = builder.fmul(group.scales, offsets, flags=IN_ORDER)
+            by_offset = builder.fmul(group.scales, same(group.scales.type, -float(self._kind.offset)), flags=IN_ORDER)
             leasts = by_offset if leasts is None else builder.fadd(leasts, by_offset, flags=IN_ORDER)
         if leasts is not None and not self._kind.halves:
             made[2] = add_product(builder, made[2], leasts, sums_x)
@@ -158,7 +159,7 @@ class _RoundedTerms:
     def _dots(self, stored: Any, x: Any) -> Any:
         """Return sums of four products of integers each. x: the address of the values."""
         builder, count = self._builder, stored.type.count
-        nothing = ir.Constant(ir.VectorType(INT, count // 4), [0] * (count // 4))
+        nothing = same(ir.VectorType(INT, count // 4), 0)
         dots = add_dots(builder, nothing, stored, x, are_small=self._kind.are_small)
         if not self._kind.halves or not self._kind.offset:
             return dots
@@ -166,8 +167,8 @@ class _RoundedTerms:
 
     def _sums_of_four(self, x: Any, count: int, times: int) -> Any:
         """Return the sums of each four of so many values, which are integers, times a number."""
-        nothing = ir.Constant(ir.VectorType(INT, count // 4), [0] * (count // 4))
-        factors = ir.Constant(ir.VectorType(BYTE, count), [times] * count)
+        nothing = same(ir.VectorType(INT, count // 4), 0)
+        factors = same(ir.VectorType(BYTE, count), times)
         return add_dots(self._builder, nothing, factors, x, are_small=True)
 
     def folded(self, sums: list[Any]) -> list[Any]:
@@ -228,11 +229,11 @@ def _numbers(builder: Any, kind: BlockKind, group: Group) -> list[Any]:
     registers = [part for each in group.stored for (part,) in cut(builder, LANES, each)]
     for place, stored in enumerate(registers):
         own = INT(LANES * place // wide)
-        whole = builder.sub(builder.zext(stored, integers), ir.Constant(integers, [kind.offset] * LANES))
+        whole = builder.sub(builder.zext(stored, integers), same(integers, kind.offset))
         scale = builder.extract_element(group.scales, own)
-        weights = builder.fmul(builder.sitofp(whole, FLOATS), every(builder, scale, LANES), flags=IN_ORDER)
+        weights = builder.fmul(builder.sitofp(whole, FLOATS), repeated(builder, scale, LANES), flags=IN_ORDER)
         if group.leasts is not None:
-            least = every(builder, builder.extract_element(group.leasts, own), LANES)
+            least = repeated(builder, builder.extract_element(group.leasts, own), LANES)
             weights = builder.fadd(weights, least, flags=IN_ORDER)
         made.append(weights)
     return made

@@ -19,20 +19,25 @@ from engine.kernels.compiler.instructions import (
     INDEX,
     INT,
     SHORT,
+    joined,
     load,
     looked_up,
     many,
     read,
+    repeated,
+    same,
+    taken,
     wide_halves,
 )
+from engine.kernels.stored.code_levels import DOUBLED, IQ4
 
 RUN = 32
 """Number of weights that are unpacked together."""
 BYTES = ir.VectorType(BYTE, RUN)
 OFFSET_OF_E2M1 = 12
-BYTES_OF_E2M1 = [number + OFFSET_OF_E2M1 for number in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)]
+BYTES_OF_E2M1 = [number + OFFSET_OF_E2M1 for number in DOUBLED]
 """Twice the number of each code of E2M1, plus the offset."""
-_LEVELS = [level + 128 for level in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)]
+_LEVELS = [level + 128 for level in IQ4]
 """The level of each code of IQ4_NL and IQ4_XS, plus 128."""
 
 
@@ -77,35 +82,12 @@ def _place(builder: Any, address: Any, offset: int) -> Any:
     return builder.add(address, INDEX(offset))
 
 
-def _same(kind: Any, value: int) -> Any:
-    """Return a vector constant that repeats a value."""
-    return ir.Constant(kind, [value] * kind.count)
-
-
 def vector_of(builder: Any, values: list[Any]) -> Any:
     """Return a vector of these values."""
     made = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
     for place, value in enumerate(values):
         made = builder.insert_element(made, value, INT(place))
     return made
-
-
-def every(builder: Any, value: Any, size: int) -> Any:
-    """Return a vector that repeats one value."""
-    kind = ir.VectorType(value.type, size)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, INT(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT, size), [0] * size))
-
-
-def joined(builder: Any, first: Any, second: Any) -> Any:
-    """Return the values of two equal vectors one after the other."""
-    size = 2 * first.type.count
-    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT, size), [*range(size)]))
-
-
-def taken(builder: Any, values: Any, places: list[int]) -> Any:
-    """Return the values of a vector at these places."""
-    return builder.shuffle_vector(values, values, ir.Constant(ir.VectorType(INT, len(places)), places))
 
 
 def _halves_at(builder: Any, addresses: list[Any], count: int) -> Any:
@@ -124,7 +106,7 @@ def _planes(builder: Any, data: Any, firsts: tuple[int, ...], count: int, to: in
     copies = taken(builder, data, [*range(size)] * len(firsts)) if len(firsts) > 1 else data
     by = ir.Constant(shorts, [abs(to - first) for first in firsts for _ in range(size // 2)])
     moved = (builder.shl if to > min(firsts) else builder.lshr)(builder.bitcast(copies, shorts), by)
-    return builder.and_(builder.bitcast(moved, copies.type), _same(copies.type, ((1 << count) - 1) << to))
+    return builder.and_(builder.bitcast(moved, copies.type), same(copies.type, ((1 << count) - 1) << to))
 
 
 def _runs_of_nibbles(builder: Any, addresses: list[Any]) -> list[Any]:
@@ -138,23 +120,23 @@ def _runs_of_nibbles(builder: Any, addresses: list[Any]) -> list[Any]:
     made = []
     for both in zip(read[::2], read[1::2], strict=True):
         first, second = ([*range(start, start + 16)] for start in (0, 16))
-        copies = taken(builder, joined(builder, *both), [*first, *first, *second, *second])
+        copies = taken(builder, joined(builder, [*both]), [*first, *first, *second, *second])
         shorts = ir.VectorType(SHORT, RUN)
         moved = builder.lshr(builder.bitcast(copies, shorts), ir.Constant(shorts, ([0] * 8 + [4] * 8) * 2))
-        made.append(builder.and_(builder.bitcast(moved, copies.type), _same(copies.type, 15)))
+        made.append(builder.and_(builder.bitcast(moved, copies.type), same(copies.type, 15)))
     return made
 
 
 def _in_pairs(builder: Any, values: list[Any]) -> list[Any]:
     """Return each two vectors as one; a single one as it is."""
     pairs = zip(values[::2], values[1::2], strict=True)
-    return values if len(values) == 1 else [joined(builder, *both) for both in pairs]
+    return values if len(values) == 1 else [joined(builder, [*both]) for both in pairs]
 
 
 def _q8_0(builder: Any, address: Any, blocks: int) -> Group:
     places = [_place(builder, address, 34 * block) for block in range(blocks)]
     signed = _in_pairs(builder, [load(builder, _place(builder, place, 2), BYTES) for place in places])
-    return Group([builder.xor(each, _same(each.type, 0x80)) for each in signed], _halves_at(builder, places, 1))
+    return Group([builder.xor(each, same(each.type, 0x80)) for each in signed], _halves_at(builder, places, 1))
 
 
 def _q4_0(builder: Any, address: Any, blocks: int) -> Group:
@@ -182,8 +164,8 @@ def _runs_of_five_bits(builder: Any, places: list[Any]) -> list[Any]:
     for low, four in zip(runs, _in_pairs(builder, words), strict=True):
         own = taken(builder, four, [place // 8 for place in range(low.type.count)])  # a bit for each number
         bit = ir.Constant(low.type, [1 << place % 8 for place in range(low.type.count)])
-        is_set = builder.icmp_unsigned("!=", builder.and_(own, bit), _same(low.type, 0))
-        made.append(builder.or_(low, builder.select(is_set, _same(low.type, 16), _same(low.type, 0))))
+        is_set = builder.icmp_unsigned("!=", builder.and_(own, bit), same(low.type, 0))
+        made.append(builder.or_(low, builder.select(is_set, same(low.type, 16), same(low.type, 0))))
     return made
 
 
@@ -210,9 +192,9 @@ def _mxfp4(builder: Any, address: Any, blocks: int) -> Group:
     codes = _runs_of_nibbles(builder, [_place(builder, address, 17 * block + 1) for block in range(blocks)])
     data = read(builder, address, ir.VectorType(BYTE, 16 * blocks))
     powers = builder.zext(taken(builder, data, [17 * block for block in range(blocks)]), ir.VectorType(INT, blocks))
-    bits = builder.shl(builder.sub(powers, _same(powers.type, 1)), _same(powers.type, 23))
-    small = builder.shl(_same(powers.type, 1 << 21), powers)  # the exponents of float32 begin at 2^-126
-    bits = builder.select(builder.icmp_unsigned("<", powers, _same(powers.type, 2)), small, bits)
+    bits = builder.shl(builder.sub(powers, same(powers.type, 1)), same(powers.type, 23))
+    small = builder.shl(same(powers.type, 1 << 21), powers)  # the exponents of float32 begin at 2^-126
+    bits = builder.select(builder.icmp_unsigned("<", powers, same(powers.type, 2)), small, bits)
     scales = builder.bitcast(bits, ir.VectorType(FLOAT, blocks))
     return Group([looked_up(builder, each, BYTES_OF_E2M1) for each in codes], scales)
 
@@ -248,7 +230,7 @@ def _eight_scales(builder: Any, address: Any) -> tuple[Any, Any]:
     scales, leasts = (
         builder.uitofp(taken(builder, numbers, [*range(start, start + 8)]), ir.VectorType(FLOAT, 8)) for start in (0, 8)
     )
-    d, least = (every(builder, builder.extract_element(both, INT(place)), 8) for place in (0, 1))
+    d, least = (repeated(builder, builder.extract_element(both, INT(place)), 8) for place in (0, 1))
     added = builder.fneg(builder.fmul(least, leasts, flags=IN_ORDER), flags=IN_ORDER)
     return builder.fmul(d, scales, flags=IN_ORDER), added
 
@@ -256,7 +238,7 @@ def _eight_scales(builder: Any, address: Any) -> tuple[Any, Any]:
 def _scaled(builder: Any, place: Any, numbers: Any) -> Any:
     """Return the float16 at an address times some numbers, of type float32."""
     d = builder.extract_element(_halves_at(builder, [place], 1), INT(0))
-    return builder.fmul(every(builder, d, numbers.type.count), numbers, flags=IN_ORDER)
+    return builder.fmul(repeated(builder, d, numbers.type.count), numbers, flags=IN_ORDER)
 
 
 def _pairs_of_two_bits(builder: Any, address: Any) -> list[Any]:
@@ -279,8 +261,8 @@ def _q3_k(builder: Any, address: Any, blocks: int) -> Group:
     assert blocks == 1
     low = _planes(builder, load(builder, _place(builder, address, 96), many(BYTE, 8)), (0, 4), 4)
     four = load(builder, _place(builder, address, 104), many(BYTE, 4))
-    upper = joined(builder, *(_planes(builder, four, planes, 2, to=4) for planes in ((0, 2), (4, 6))))
-    six = builder.sub(builder.or_(low, upper), _same(low.type, 32))
+    upper = joined(builder, [_planes(builder, four, planes, 2, to=4) for planes in ((0, 2), (4, 6))])
+    six = builder.sub(builder.or_(low, upper), same(low.type, 32))
     scales = _scaled(builder, _place(builder, address, 108), builder.sitofp(six, ir.VectorType(FLOAT, 16)))
     high, stored = load(builder, address, BYTES), []
     for part, two in enumerate(_pairs_of_two_bits(builder, _place(builder, address, 32))):
@@ -295,10 +277,10 @@ def _iq4_xs(builder: Any, address: Any, blocks: int) -> Group:
 
     def bits(value: Any, count: int) -> Any:
         shifts = ir.Constant(eight, [count * run for run in range(8)])
-        return builder.and_(builder.lshr(every(builder, value, 8), shifts), _same(eight, (1 << count) - 1))
+        return builder.and_(builder.lshr(repeated(builder, value, 8), shifts), same(eight, (1 << count) - 1))
 
-    six = builder.or_(bits(lower, 4), builder.shl(bits(upper, 2), _same(eight, 4)))
-    numbers = builder.sitofp(builder.sub(six, _same(eight, 32)), ir.VectorType(FLOAT, 8))
+    six = builder.or_(bits(lower, 4), builder.shl(bits(upper, 2), same(eight, 4)))
+    numbers = builder.sitofp(builder.sub(six, same(eight, 32)), ir.VectorType(FLOAT, 8))
     codes = _runs_of_nibbles(builder, [_place(builder, address, 8 + 16 * run) for run in range(8)])
     return Group([looked_up(builder, each, _LEVELS) for each in codes], _scaled(builder, address, numbers))
 

@@ -35,10 +35,10 @@ from engine.kernels.compiler.instructions import (
     loop,
     narrowed,
     parts,
+    repeated,
 )
 from engine.kernels.compiler.memory import floats, halves
 from engine.kernels.dot_products import MULTIPLY, PREPARE
-from engine.kernels.stored.block_types import every
 from engine.kernels.stored.float_types import (
     FLOAT_KINDS,
     REST,
@@ -211,7 +211,7 @@ def _wide_rows(kind: FloatKind) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, first, count, inputs, target = arguments
         matrix = Matrix(builder, kind, address, inputs)
-        divisor = every(builder, matrix.divisor, LANES)
+        divisor = repeated(builder, matrix.divisor, LANES)
 
         def taking(size: int, row: tuple[Any, Any], own_target: Any) -> Any:
             # Registers hold weights in the order of bytes, and the result the order of the row.

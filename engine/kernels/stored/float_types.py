@@ -16,10 +16,25 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from engine.kernels.compiler.instructions import BYTE, FLOAT, IN_ORDER, INDEX, INT, INTS, LANES, SHORT, read, wide_halves
+from engine.kernels.compiler.instructions import (
+    BYTE,
+    FLOAT,
+    IN_ORDER,
+    INDEX,
+    INT,
+    INTS,
+    LANES,
+    SHORT,
+    joined,
+    read,
+    repeated,
+    same,
+    taken,
+    wide_halves,
+)
 from engine.kernels.compiler.memory import record_at
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, SHIFTS_BYTES
-from engine.kernels.stored.block_types import every, joined, taken
+from engine.kernels.stored.code_levels import MAGNITUDES
 
 UNIT = 64
 """Number of weights that are unpacked together."""
@@ -47,7 +62,6 @@ WHOLE_ROWS = 1 << 40
 WHOLE_SHIFT = 62
 """The shift of scales that hold for whole rows."""
 _E4M3_NAN = 0x7F
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -97,10 +111,6 @@ class FloatKind:
         return _pairs_of_halves(builder, data) if pairs else _wide_halves_of_bytes(builder, data)
 
 
-def _same(kind: Any, value: int) -> Any:
-    return ir.Constant(kind, [value] * kind.count)
-
-
 def _bytes(values: list[int]) -> Any:
     return ir.Constant(ir.VectorType(BYTE, len(values)), values)
 
@@ -116,9 +126,9 @@ def wide_e4m3(builder: Any, data: Any) -> Any:
     Their bits are those of a float16 that is 2⁻⁸ times as large, whose exponent has five bits and a bias of 15.
     """
     shorts, wide = ir.VectorType(SHORT, data.type.count), ir.VectorType(FLOAT, data.type.count)
-    bits, largest = builder.shl(builder.sext(data, shorts), _same(shorts, 7)), _same(shorts, _E4M3_NAN << 7)
+    bits, largest = builder.shl(builder.sext(data, shorts), same(shorts, 7)), same(shorts, _E4M3_NAN << 7)
     is_nan = builder.icmp_unsigned("==", builder.and_(bits, largest), largest)
-    half = builder.select(is_nan, _same(shorts, 0x7E00), builder.and_(bits, _same(shorts, 0xBFFF)))
+    half = builder.select(is_nan, same(shorts, 0x7E00), builder.and_(bits, same(shorts, 0xBFFF)))
     return builder.fmul(wide_halves(builder, half), ir.Constant(wide, [256.0] * data.type.count), flags=IN_ORDER)
 
 
@@ -149,7 +159,7 @@ def _pairs_of_bytes(builder: Any, data: Any) -> list[Any]:
     bits = _e4m3_bits()
     low = _looked_up(builder, data, [each & 0xFF for each in bits])
     high = _looked_up(builder, data, [each >> 8 for each in bits])
-    high = builder.or_(high, builder.and_(data, _same(data.type, 0x80)))
+    high = builder.or_(high, builder.and_(data, same(data.type, 0x80)))
     made = []
     for half in range(2):
         places = [each for lane in range(4) for byte in range(8) for each in (16 * lane + 8 * half + byte,) * 2]
@@ -163,16 +173,16 @@ def _pairs_of_halves(builder: Any, data: Any) -> list[Any]:
     """Return numbers in E2M1 as registers of bfloat16: the low halves of all bytes, and then the high ones."""
     shorts = ir.VectorType(SHORT, data.type.count)
     low = builder.zext(data, shorts)
-    high = builder.lshr(low, _same(shorts, 4))
+    high = builder.lshr(low, same(shorts, 4))
     if data.type.count < 2 * LANES:  # both fill one register
-        return [_of_halves(builder, joined(builder, low, high))]
+        return [_of_halves(builder, joined(builder, [low, high]))]
     return [_of_halves(builder, low), _of_halves(builder, high)]
 
 
 def _of_halves(builder: Any, places: Any) -> Any:
     """Return the numbers of 32 codes, each in the low four bits of 16. The table ignores bit 4, and the instruction ignores
     the bits above."""
-    signed = [_bfloat16(size) for size in _MAGNITUDES]
+    signed = [_bfloat16(size) for size in MAGNITUDES]
     table = ir.Constant(places.type, (signed + [size | 0x8000 for size in signed]) * 2)
     look_up = ir.FunctionType(places.type, [places.type] * 2)
     found = builder.asm(look_up, "vpermw $1, $2, $0", "=v,v,v", [table, places], False)
@@ -181,18 +191,18 @@ def _of_halves(builder: Any, places: Any) -> Any:
 
 def _wide_halves_of_bytes(builder: Any, data: Any) -> list[Any]:
     """Return numbers in E2M1 as registers of float32, in the order of `_pairs_of_halves`."""
-    low, upper = _same(data.type, 15), builder.lshr(data, _same(data.type, 4))
+    low, upper = same(data.type, 15), builder.lshr(data, same(data.type, 4))
     return [_wide_e2m1(builder, part) for codes in (builder.and_(data, low), upper) for part in _parts(builder, codes)]
 
 
 def _wide_e2m1(builder: Any, codes: Any) -> Any:
     numbers, wide = ir.VectorType(INT, LANES), ir.VectorType(FLOAT, LANES)
     bits = builder.zext(codes, numbers)
-    size = builder.and_(bits, _same(numbers, 7))
-    sign = builder.shl(builder.and_(bits, _same(numbers, 8)), _same(numbers, 28))
-    normal = builder.add(builder.shl(size, _same(numbers, 22)), _same(numbers, 126 << 23))
+    size = builder.and_(bits, same(numbers, 7))
+    sign = builder.shl(builder.and_(bits, same(numbers, 8)), same(numbers, 28))
+    normal = builder.add(builder.shl(size, same(numbers, 22)), same(numbers, 126 << 23))
     small = builder.fmul(builder.uitofp(size, wide), ir.Constant(wide, [0.5] * LANES), flags=IN_ORDER)
-    value = builder.select(builder.icmp_unsigned("<", size, _same(numbers, 2)), builder.bitcast(small, numbers), normal)
+    value = builder.select(builder.icmp_unsigned("<", size, same(numbers, 2)), builder.bitcast(small, numbers), normal)
     return builder.bitcast(builder.or_(value, sign), wide)
 
 
@@ -200,9 +210,9 @@ def _powers(builder: Any, address: Any, count: int) -> Any:
     """Return scales in E8M0, bytes whose value is 2 to the power of the byte minus 127; 255 is NaN."""
     numbers = ir.VectorType(INT, count)
     bits = builder.zext(read(builder, address, ir.VectorType(BYTE, count)), numbers)
-    power = builder.shl(bits, _same(numbers, 23))
-    power = builder.select(builder.icmp_unsigned("==", bits, _same(numbers, 0)), _same(numbers, 1 << 22), power)
-    power = builder.select(builder.icmp_unsigned("==", bits, _same(numbers, 255)), _same(numbers, 0x7FC00000), power)
+    power = builder.shl(bits, same(numbers, 23))
+    power = builder.select(builder.icmp_unsigned("==", bits, same(numbers, 0)), same(numbers, 1 << 22), power)
+    power = builder.select(builder.icmp_unsigned("==", bits, same(numbers, 255)), same(numbers, 0x7FC00000), power)
     return builder.bitcast(power, ir.VectorType(FLOAT, count))
 
 
@@ -228,7 +238,7 @@ FLOAT_KINDS = {
 def lanes_of(builder: Any, scales: Any, places: list[int]) -> Any:
     """Return a register of the scales at these places."""
     if scales.type.count == 1:
-        return every(builder, builder.extract_element(scales, INT(0)), LANES)
+        return repeated(builder, builder.extract_element(scales, INT(0)), LANES)
     return taken(builder, scales, places)
 
 

@@ -28,10 +28,8 @@ from engine.kernels.compiler.instructions import (
     LANES,
     SHORT,
     add_product,
-    at,
     fetch,
     in_lanes,
-    load,
     looked_up,
     loop,
     many,
@@ -43,9 +41,10 @@ from engine.kernels.compiler.memory import floats, signed_bytes
 from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS
 from engine.kernels.dot_products import MULTIPLY, PREPARE
 from engine.kernels.stored.block_types import BYTES_OF_E2M1, OFFSET_OF_E2M1
-from engine.kernels.stored.byte_dots import add_dots
+from engine.kernels.stored.byte_dots import RoundedVector, add_dots
 from engine.kernels.stored.float_products import Matrix, multiply, product_of
 from engine.kernels.stored.float_types import FLOAT_KINDS
+from engine.kernels.stored.rounded_vectors import largest_of, place_in_unit
 
 GROUP = 16
 """Number of values of a vector that share a power of two."""
@@ -57,36 +56,21 @@ _LOW_BITS = 7
 """Bits of the lower of two bytes of a value."""
 
 
-class _Vector:
-    """One of the vectors that `prepare_rounded_halves` writes, as a product reads it."""
+class _Vector(RoundedVector):
+    """One of the vectors that `prepare_rounded_halves` writes, as a product reads it.
 
-    def __init__(self, builder: Any, address: Any, inputs: Any, row: Any) -> None:
-        """address: of the first vector. row: its number."""
-        size = parts(builder, inputs, 2, 5)
-        self._builder, self._inputs = builder, inputs
-        self._values = builder.add(address, builder.mul(row, size))
-        self._scales = at(builder, self._values, inputs, 2)
-        self._offsets = at(builder, self._scales, builder.lshr(inputs, INDEX(4)), 4)
+    Scales are the halves of powers of two. Offsets are to be subtracted, times the scales of the weights.
+    """
 
-    def scales(self, index: Any, count: int) -> Any:
-        """Return the halves of so many powers of two, from the weight numbered `index` on."""
-        return self._read(self._scales, index, count)
-
-    def offsets(self, index: Any, count: int) -> Any:
-        """Return what is to be subtracted for so many groups, without the scales of the weights."""
-        return self._read(self._offsets, index, count)
-
-    def _read(self, address: Any, index: Any, count: int) -> Any:
-        place = at(self._builder, address, parts(self._builder, index, GROUP), 4)
-        return load(self._builder, place, many(FLOAT, count))
+    group, value_bytes = GROUP, 2
 
     def dots(self, index: Any, registers: list[Any]) -> Any:
         """Return sums of eight products each as float32. registers: bytes of weights, whose values begin at `index`."""
-        builder, size = self._builder, registers[0].type.count
+        builder, size = self.builder, registers[0].type.count
         lanes = ir.VectorType(INT, size // 4)
         total = ir.Constant(lanes, [0] * lanes.count)
         for part in range(2):
-            start = builder.add(builder.add(self._values, index), builder.mul(self._inputs, INDEX(part)))
+            start = builder.add(builder.add(self.values, index), builder.mul(self.inputs, INDEX(part)))
             if part:
                 total = builder.shl(total, ir.Constant(lanes, [_LOW_BITS] * lanes.count))
             for place, weights in enumerate(registers):
@@ -172,10 +156,7 @@ def prepare_rounded_halves(values: Any, inputs: Any, target: Any) -> None:
     offsets_G = numba.carray(floats(target + 2 * inputs + 4 * groups), (groups,))
     for group in range(groups):
         first = group * _GROUP
-        largest = zero = np.float32(0.0)
-        for index in range(first, first + _GROUP):
-            largest = max(largest, abs(values_I[index]))
-            zero += values_I[index] * np.float32(0.0)  # NaN where a value is not finite
+        largest, zero = largest_of(values_I, first, _GROUP)
         exponent = max(as_bits(largest) & _EXPONENT, _LEAST)
         inverse = as_float(_INVERSE - exponent)
         half = as_float(exponent - _HALF) + zero
@@ -185,8 +166,7 @@ def prepare_rounded_halves(values: Any, inputs: Any, target: Any) -> None:
             value = np.int32(np.rint(values_I[index] * inverse))
             total += value
             high = (value + np.int32(64)) >> np.int32(7)
-            within = index % unit
-            place = index - within + within // 2 + within % 2 * (unit // 2)
+            place = index - index % unit + place_in_unit(index % unit, 4, unit)
             high_I[place], low_I[place] = np.int8(high), np.int8(value - (high << np.int32(7)))
         scales_G[group] = half
         offsets_G[group] = half * np.float32(total) * _OFFSET

@@ -29,9 +29,7 @@ from engine.kernels.compiler.instructions import (
     at,
     fetch,
     in_fours,
-    load,
     loop,
-    many,
     narrowed,
     parts,
     repeated,
@@ -41,7 +39,7 @@ from engine.kernels.compiler.instructions import (
 from engine.kernels.compiler.memory import call, record_at
 from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.dot_products import MULTIPLY
-from engine.kernels.stored.byte_dots import add_dots
+from engine.kernels.stored.byte_dots import RoundedVector, add_dots
 from engine.kernels.stored.forms import form_at
 from engine.kernels.stored.rounded_vectors import CHUNK, ROUNDED, UNIT
 from engine.kernels.stored.scheme import BITS
@@ -77,7 +75,7 @@ def _tile(
     goes to place `w + r · stride`.
     """
     rows, sums = x[1], []
-    vectors = [_Rounded(builder, x[0], inputs, r) for r in range(rows)]
+    vectors = [_Rounded(builder, x[0], inputs, INDEX(r)) for r in range(rows)]
     for matrix_row in range(MULTIPLE_OF_OUTPUTS // rows):
         row_weights, row_scales = (
             builder.add(address, builder.mul(size, INDEX(matrix_row))) for address, size in (matrix, scales[:2])
@@ -86,11 +84,6 @@ def _tile(
     for place, total in enumerate(added_up(builder, sums)):
         index = builder.add(builder.mul(y[1], INDEX(place % rows)), INDEX(place // rows))
         builder.store(total, builder.inttoptr(at(builder, y[0], index, 4), FLOAT.as_pointer()))
-
-
-def _vector_bytes(builder: Any, inputs: Any) -> Any:
-    """Return the bytes of a vector that `round_values` writes."""
-    return builder.add(inputs, builder.lshr(inputs, INDEX(2)))
 
 
 class _MatrixRow:
@@ -219,32 +212,16 @@ class _MatrixRow:
         return repeated(self._builder, scales, count) if one else spread(self._builder, scales, 0, each, count)
 
 
-class _Rounded:
+class _Rounded(RoundedVector):
     """One of the vectors that `round_values` writes, as a tile reads it."""
-
-    def __init__(self, builder: Any, address: Any, inputs: Any, place: int) -> None:
-        self._builder = builder
-        self._values = builder.add(address, builder.mul(_vector_bytes(builder, inputs), INDEX(place)))
-        self._scales = builder.add(self._values, inputs)
-        self._offsets = builder.add(self._scales, builder.lshr(inputs, INDEX(3)))
-
-    def scales(self, index: Any, size: int) -> Any:
-        return self._read(self._scales, index, size)
-
-    def offsets(self, index: Any, size: int) -> Any:
-        return self._read(self._offsets, index, size)
-
-    def _read(self, address: Any, index: Any, size: int) -> Any:
-        place = at(self._builder, address, parts(self._builder, index, ROUNDED), 4)
-        return load(self._builder, place, many(FLOAT, size))
 
     def dots(self, index: Any, stored: list[Any], bits: int) -> Any:
         """Return sums of four products each, as floats. stored: registers of weights; their values begin at `index`."""
-        builder, size = self._builder, stored[0].type.count
+        builder, size = self.builder, stored[0].type.count
         lanes = ir.VectorType(INT, size // 4)
         total = ir.Constant(lanes, [0] * (size // 4))
         for place, weights in enumerate(stored):
-            address = at(builder, self._values, builder.add(index, INDEX(place * size)), 1)
+            address = at(builder, self.values, builder.add(index, INDEX(place * size)), 1)
             total = add_dots(builder, total, weights, address, are_small=bits < 8)
         return builder.sitofp(total, ir.VectorType(FLOAT, size // 4))
 
@@ -329,7 +306,7 @@ def _products(bits: int) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weights, scales, group, count, inputs, x, rows, results, stride = arguments
-        row_bytes, vector = parts(builder, inputs, 8, bits), _vector_bytes(builder, inputs)
+        row_bytes, vector = parts(builder, inputs, 8, bits), RoundedVector.size(builder, inputs)
         scale_bytes = builder.mul(builder.udiv(inputs, group), INDEX(2))
 
         def taking(vectors: int) -> Any:

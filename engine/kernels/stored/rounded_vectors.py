@@ -39,6 +39,16 @@ def place_in_unit(weight: Any, bits: Any, unit: Any) -> Any:
 
 
 @inline
+def largest_of(values: Any, first: Any, count: Any) -> Any:
+    """Return the largest magnitude of so many values from `first` on, and zero, or NaN where one of them is not finite."""
+    largest = zero = np.float32(0.0)
+    for index in range(first, first + count):
+        largest = max(largest, abs(values[index]))
+        zero += values[index] * np.float32(0.0)
+    return largest, zero
+
+
+@inline
 def round_values(values: Any, inputs: Any, bits: Any, unit: Any, offset: Any, target: Any) -> None:
     """Round each 32 float32 values to 8 bits.
 
@@ -52,10 +62,7 @@ def round_values(values: Any, inputs: Any, bits: Any, unit: Any, offset: Any, ta
     whole = inputs - inputs % unit
     for group in range(groups):
         first = group * ROUNDED
-        largest = zero = np.float32(0.0)
-        for index in range(first, first + ROUNDED):
-            largest = max(largest, abs(values_I[index]))
-            zero += values_I[index] * np.float32(0.0)  # NaN where a value is not finite
+        largest, zero = largest_of(values_I, first, ROUNDED)
         scale = largest / np.float32(127.0) + zero
         inverse = np.float32(127.0) / largest if largest > np.float32(0.0) else np.float32(0.0)
         total = np.int32(0)
