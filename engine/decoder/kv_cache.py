@@ -136,6 +136,8 @@ class KeyValueCache:
         self.states = zero_states(config, dtype, device, (batch,))
         """State of each layer that has one, tensors [B, ...]."""
         self.stored = allocated(config, (batch,), capacity, dtype, device)
+        self.placement = object()
+        """Another one whenever keys and values move."""
         self._batch = batch
         self.capacity = capacity
         self.length = 0
@@ -222,11 +224,12 @@ class KeyValueCache:
         for row, part in enumerate(scales):
             scales[row] = part.new_zeros((*part.shape[:-1], capacity))
             scales[row][..., : self.length] = part[..., : self.length]
-        self.capacity = capacity
+        self.capacity, self.placement = capacity, object()
 
     def of_rows(self, rows_R: Tensor) -> KeyValueCache:
         """Return a copy of the cache with some of the sequences only. rows_R: int64 [R]."""
         made = copy(self)
+        made.placement = object()
         keys, values = ([part[rows_R] for part in parts] for parts in (self.stored.keys, self.stored.values))
         scales = None if self.stored.scales is None else [part[:, rows_R] for part in self.stored.scales]
         made.stored, made._batch = Stored(keys, values, scales), len(rows_R)

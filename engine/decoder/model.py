@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         self.head = self.embedding if config.tied_embeddings else frozen(tensor("lm_head.weight"))
         self.head_bias_V = frozen_tensor(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
-        self._step = DecodeStep(config, self.layers)
+        self._step = DecodeStep(self)
         self.gpu_step: Steps | None = None
         """Runs steps of decoding on a GPU in place of the layers, if it can."""
         self.watch: Callable[[Tensor], None] | None = None
@@ -284,26 +284,57 @@ class Decoder(nn.Module):
         """
         if self.gpu_step is not None and (final_BLD := self.gpu_step(tokens_BL, real_BP, cache, choice)) is not None:
             return final_BLD
-        x_BLD = embedded(self.config, tokens_BL, self.embedding, self.dtype)
-        if isinstance(cache, PagedBatch):
-            positions = paged_positions(self.config, self.rotary, cache, x_BLD)
-        else:
-            past = cache.length if cache is not None else 0
-            read_as = cache.read_as if cache is not None else 0
-            dtype = x_BLD.dtype
-            positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, dtype, read_as, one_by_one)
-        positions = positions._replace(choice=choice)
-        if choice.may_compile and (final_BLD := self._step(x_BLD, positions, cache)) is not None:
-            x_BLD = final_BLD
-        else:
-            for layer in self.layers:
-                if self.checkpoint_activations and torch.is_grad_enabled():
-                    x_BLD = checkpoint(layer, x_BLD, positions, use_reentrant=False)
-                else:
-                    x_BLD = layer(x_BLD, positions, cache)
+        if (made := self._stepped(tokens_BL, real_BP, cache, choice, one_by_one)) is not None:
+            return made[0]
+        x_BLD = self.embedded(tokens_BL)
+        positions = self.positions(tokens_BL, real_BP, cache, one_by_one)._replace(choice=choice)
+        for layer in self.layers:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x_BLD = checkpoint(layer, x_BLD, positions, use_reentrant=False)
+            else:
+                x_BLD = layer(x_BLD, positions, cache)
         if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
         return self._normed(x_BLD, choice)
+
+    def _stepped(
+        self,
+        tokens_BL: Tensor,
+        real_BP: Tensor | None,
+        cache: Cache | None,
+        choice: KernelChoice,
+        one_by_one: bool = False,
+        with_logits: bool = False,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return the hidden states and the logits of a compiled step; None if the layers must run."""
+        if not choice.may_compile or not (real_BP is None or bool(real_BP.all())):
+            return None
+        made = self._step(tokens_BL, cache, choice, one_by_one, with_logits)
+        if made is None:
+            return None
+        if isinstance(cache, KeyValueCache):
+            cache.advance(tokens_BL.shape[1])
+        if self.watch is not None:
+            self.watch(made[0])
+        return made
+
+    def embedded(self, tokens_BL: Tensor) -> Tensor:
+        """Return the first layer's input, [B, L, D]."""
+        return embedded(self.config, tokens_BL, self.embedding, self.dtype)
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor of the embeddings."""
+        return embedding_factor(self.config, self.dtype)
+
+    def positions(
+        self, tokens_BL: Tensor, real_BP: Tensor | None, cache: Cache | None, one_by_one: bool = False
+    ) -> Positions:
+        """Return the angles and masks of one forward pass; arguments are those of `hidden_states`."""
+        if isinstance(cache, PagedBatch):
+            return paged_positions(self.config, self.rotary, cache, self.dtype, self.device)
+        past, read_as = (cache.length, cache.read_as) if cache is not None else (0, 0)
+        return positions_for(self.config, self.rotary, tokens_BL, real_BP, past, self.dtype, read_as, one_by_one)
 
     def _normed(self, x_BLD: Tensor, choice: KernelChoice) -> Tensor:
         """Return the hidden states after the last norm, which are shown to `watch`."""
@@ -350,6 +381,13 @@ class Decoder(nn.Module):
         choice: KernelChoice = TORCH,
     ) -> Tensor:
         """Return the logits of the last position only, [B, V]; L·V logits would take much memory."""
+        if self.gpu_step is None and tokens_BL.shape[1] == 1:
+            made = self._stepped(tokens_BL, real_BP, cache, choice, with_logits=True)
+            if made is not None:
+                hidden_BLD, logits_BLV = made
+                return (
+                    self.logits(hidden_BLD[:, 0], choice) if logits_BLV is None else capped(logits_BLV[:, 0], self.logit_cap)
+                )
         return self.logits(self.hidden_states(tokens_BL, real_BP, cache, choice)[:, -1], choice)
 
     def step_logits(self, tokens_BL: Tensor, cache: KeyValueCache, choice: KernelChoice = TORCH) -> Tensor:
@@ -376,10 +414,14 @@ def embedded(
     config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor | RowWeight, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the first layer's input, [B, L, D]. dtype: that of rows in blocks."""
-    rows_BLD, factor = embedding(tokens_BL, embedding_VD, dtype or torch.float32), config.multipliers.embedding
-    if config.multipliers.rounds_embedding:
-        factor = float(torch.tensor(factor, dtype=rows_BLD.dtype))
-    return times(rows_BLD, factor)
+    rows_BLD = embedding(tokens_BL, embedding_VD, dtype or torch.float32)
+    return times(rows_BLD, embedding_factor(config, rows_BLD.dtype))
+
+
+def embedding_factor(config: DecoderConfig, dtype: torch.dtype) -> float:
+    """Return the factor of embeddings that have this dtype."""
+    factor = config.multipliers.embedding
+    return float(torch.tensor(factor, dtype=dtype)) if config.multipliers.rounds_embedding else factor
 
 
 def final_norm(
@@ -491,23 +533,25 @@ def _temperatures(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtyp
     return (torch.log1p(steps_BL) * config.temperature.slope + 1.0).to(dtype)[:, None, :, None]
 
 
-def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_BLD: Tensor) -> Positions:
+def paged_positions(
+    config: DecoderConfig, rotary: Rotary, cache: PagedBatch, dtype: torch.dtype, device: torch.device
+) -> Positions:
     """Return the Positions of sequences of different lengths; keys before a window are excluded already."""
     _check_dense(config, max(past + new for past, new in zip(cache.past, cache.new, strict=True)))
     lengths_BL = cache.lengths_BL if rotary.varies else None
-    positions_BL = cache.positions_BL.to(x_BLD.device)
-    cosine, sine = rotary(positions_BL, x_BLD.dtype, lengths_BL)
+    positions_BL = cache.positions_BL.to(device)
+    cosine, sine = rotary(positions_BL, dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
 
     def masks(past: int, new: int) -> Masks:
         totals = {window: past + new - first_seen(past, window) for window in windows}
-        return {window: attention_mask(None, new, total, window, x_BLD.device) for window, total in totals.items()}
+        return {window: attention_mask(None, new, total, window, device) for window, total in totals.items()}
 
     pieces = [] if cache.is_step else list(zip(cache.past, cache.new, strict=True))
     made = {piece: masks(*piece) for piece in set(pieces)}
     each = [made[piece] for piece in pieces]
-    temperature = _temperatures(config, positions_BL, x_BLD.dtype)
-    of_kinds = rotary.of_kinds(positions_BL, x_BLD.dtype)
+    temperature = _temperatures(config, positions_BL, dtype)
+    of_kinds = rotary.of_kinds(positions_BL, dtype)
     return Positions(cosine, sine, False, dict.fromkeys(windows), temperature=temperature, of_kinds=of_kinds, each=each)
 
 

@@ -60,6 +60,8 @@ class PagedCache:
         self.rows = row_of_layers(config)
         self.stored = allocated(config, (), self.pool.count * block_size, dtype, device)
         """Keys and values, [G, S, E] for each layer with cached positions."""
+        self.placement = object()
+        """Another one for each cache: keys and values never move."""
         self._states: WeakKeyDictionary[BlockTable, list[States]] = WeakKeyDictionary()
         """States of the sequences whose tables are still referenced."""
 
@@ -152,9 +154,18 @@ class PagedBatch:
         self.new = [1] * len(tables) if new is None else list(new)
         """Number of new positions of each sequence."""
         self._tables, self._read_as = tables, read_as
+
+    @property
+    def placement(self) -> object:
+        """That of the cache."""
+        return self.cache.placement
+
+    @cached_property
+    def positions_BL(self) -> Tensor:
+        """Numbers of the new positions, int64."""
         own = zip(self.past, self.new, strict=True)
         places = torch.tensor([place for past, count in own for place in range(past, past + count)])
-        self.positions_BL = places[:, None] if self.is_step else places[None]
+        return places[:, None] if self.is_step else places[None]
 
     def split(self, x: Tensor, dimension: int) -> Sequence[Tensor]:
         """Return each sequence's part of a tensor of the pass, [1, ...], whose positions lie along this dimension."""

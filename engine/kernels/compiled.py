@@ -34,7 +34,8 @@ from engine.kernels.recurrences.short_convolution import SHORT_CONVOLUTION
 from engine.kernels.rounding_search import SCALES as ROUNDING_SCALES
 from engine.kernels.step import attention as step_attention
 from engine.kernels.step import choices as step_choices
-from engine.kernels.step import layers as step
+from engine.kernels.step import layers as step_layers
+from engine.kernels.step import tokens as step_tokens
 from engine.kernels.step.experts import BEFORE_EXPERTS, require_experts
 from engine.kernels.step.latent import latent_layer
 from engine.kernels.step.layers import (
@@ -51,6 +52,7 @@ from engine.kernels.step.layers import (
     WHOLE_NORM,
 )
 from engine.kernels.step.recurrence import RECURRENT, recurrent_layer
+from engine.kernels.step.tokens import ANGLES, TEXT
 from engine.kernels.stored import block_products, float_products, half_byte_products, low_bit
 from engine.kernels.stored.block_types import BLOCK_KINDS
 from engine.kernels.stored.float_types import FLOAT_KINDS, UNIT, WHOLE_ROWS
@@ -71,6 +73,7 @@ from engine.kernels.stored.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS
 from engine.kernels.stored.rounded_vectors import ROUNDED
 
 __all__ = [
+    "ANGLES",
     "ATTENDS",
     "BEFORE_EXPERTS",
     "BLOCKS",
@@ -108,7 +111,7 @@ __all__ = [
     "attention_records",
     "block_products",
     "cache_directory",
-    "decode",
+    "decode_tokens",
     "dequantized",
     "expert_table",
     "float_products",
@@ -126,7 +129,10 @@ __all__ = [
     "recurrent_table",
     "rms_norm",
     "search_rounding",
+    "step_record",
     "swiglu",
+    "text_record",
+    "use_angles",
     "use_states",
     "use_threads",
 ]
@@ -477,56 +483,112 @@ def recurrent_table(
     return made, [record, matrices, ends_M, sources_O]
 
 
-def decode(
+def step_record(
     x: Address,
     layers: Any,
     scalars: tuple[float, float],
-    shape: tuple[int, int],
-    thresholds_T: Any,
-    seen: tuple[Any, Any, Any, Any] | None = None,
-    before_experts: tuple[Any, Any] | None = None,
-    outside: tuple[Any, Any] | None = None,
+    hidden: int,
+    outside: tuple[Any, Any],
     *,
     zero_centered: bool = False,
-) -> None:
-    """Compute all layers of a decoder for the next position of each sequence, or for the next few positions of one sequence.
+) -> Any:
+    """Return the record of the steps through all layers of a decoder.
 
-    The result overwrites x [T, D].
+    A step computes the next position of each sequence, or the next few positions of one sequence. The result overwrites x
+    [T, D].
 
     x: contiguous bfloat16. layers: records of LAYER. scalars: ε of the norms, and factor of each addition to the residual.
-    shape: T and D. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that receive the choices and
-    weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts. before_experts: a
-    `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. outside: a `step.layers.MIX` and a
-    `step.layers.CHOOSE`, for layers that need them. zero_centered: whether the norms of layers are.
+    hidden: D. outside: a `step.layers.MIX` and a `step.layers.CHOOSE`, for layers that need them. zero_centered: whether the
+    norms of layers are.
     """
-    tokens, hidden = shape
-    job = _record(
+    mix, choose = (cast(function, c_void_p).value for function in outside)
+    return _record(
         STEP,
         kernels=TABLE_ADDRESS,
         plain_form=form_address(PLAIN),
         x=x,
-        tokens=tokens,
         hidden=hidden,
         layers=_address(layers),
         layer_count=len(layers),
-        threads=threads_used(),
-        thresholds=_address(thresholds_T),
         zero_centered=int(zero_centered),
+        mix=mix,
+        choose=choose,
         **dict(zip(("epsilon", "residual"), scalars, strict=True)),
     )
+
+
+def text_record(
+    step: Any,
+    embedding: tuple[Address, int],
+    norm: Address,
+    head: Place,
+    head_form: Form,
+    vocabulary: int,
+    factors: tuple[float, float],
+    positions_T: Any,
+) -> Any:
+    """Return the record of the steps from tokens to logits.
+
+    step: a `step_record`, which must live as long. embedding: address of the embeddings, [tokens, D] bfloat16, and how many
+    they are; zeros if x will be in place at each step. norm: address of the weight of the last norm. head, head_form: the
+    output head and its form. vocabulary: V. factors: of the embeddings and of the normed hidden states. positions_T: int64,
+    the positions at each step.
+    """
+    return _record(
+        TEXT,
+        step=_address(step),
+        embedding=embedding[0],
+        embeddings=embedding[1],
+        vocabulary=vocabulary,
+        positions=_address(positions_T),
+        norm=norm,
+        head=head,
+        head_form=form_address(head_form),
+        **dict(zip(("embedding_factor", "hidden_factor"), factors, strict=True)),
+    )
+
+
+def use_angles(text: Any, angles: Any) -> None:
+    """Let the steps of a `text_record` copy the angles of their positions.
+
+    angles: records of ANGLES, which must live as long.
+    """
+    text["angles"], text["kinds"] = _address(angles), len(angles)
+
+
+def decode_tokens(
+    text: Any,
+    step: Any,
+    ids: Address,
+    tokens: int,
+    results: tuple[Address, Address],
+    thresholds_T: Any,
+    seen: tuple[Any, Any, Any, Any] | None = None,
+    before_experts: tuple[Any, Any] | None = None,
+) -> bool:
+    """Compute one step. Returns False, and computes nothing, if a token has no embedding.
+
+    text, step: of `text_record` and `step_record`. ids: int64 [T]. results: of the hidden states [T, D] and of the logits
+    [T, V], bfloat16; the latter may be 0. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that
+    receive the choices and weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts.
+    before_experts: a `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices.
+    """
+    step["threads"], step["thresholds"] = threads_used(), _address(thresholds_T)
+    is_shown = seen is not None or before_experts is not None
     if seen is not None:
-        step.tell_observers.load()
+        step_layers.tell_observers.load()
         for name, array in zip(("seen_chosen", "seen_weights", "seen_inputs", "seen_logits"), seen, strict=True):
-            job[name] = _address(array)
-        job["seen_slots"], job["seen_experts"] = seen[0].shape[2], seen[3].shape[2]
+            step[name] = _address(array)
+        step["seen_slots"], step["seen_experts"] = seen[0].shape[2], seen[3].shape[2]
     if before_experts is not None:
         require_experts.load()
         function, used_LTS = before_experts
-        job["before_experts"], job["used"] = cast(function, c_void_p).value, _address(used_LTS)
-        job["used_slots"] = used_LTS.shape[2]
-    if outside is not None:
-        job["mix"], job["choose"] = (cast(function, c_void_p).value for function in outside)
-    step.decode(_address(job))
+        step["before_experts"], step["used"] = cast(function, c_void_p).value, _address(used_LTS)
+        step["used_slots"] = used_LTS.shape[2]
+    step_tokens.decode_tokens(_address(text), ids, tokens, *results)
+    if is_shown:
+        step["seen_chosen"], step["before_experts"] = 0, 0
+    return not text["refused"][0]
 
 
 def search_rounding(
@@ -551,7 +613,10 @@ def search_rounding(
 
 def load_parts(layers: Any) -> None:
     """Load the parts of a step that only some models have: a gate of shared experts, choices by sigmoids, skipping, …"""
-    parts = (layers["shared_gate"]["values"], step.gate_shared), (layers["by_sigmoid"], step_choices.choose_by_sigmoid)
+    parts = (
+        (layers["shared_gate"]["values"], step_layers.gate_shared),
+        (layers["by_sigmoid"], step_choices.choose_by_sigmoid),
+    )
     more = (layers["gamma1"], step_choices.skip_slots), (layers["expert_factors"], step_choices.scale_chosen)
     for has_it, kernel in (*parts, *more):
         if has_it.any():
@@ -574,7 +639,7 @@ def needed(
     every = [kernel for each in dict.fromkeys((16, *kinds)) for kernel in form_kernels(each)]
     every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, grouped.attend]
     every += [product_kernels.centered_norm] if zero_centered else []
-    every += [step.decode] if is_whole else []
+    every += [step_tokens.decode_tokens] if is_whole else []
     every += [KERNELS[name] for name in mixers]
     many = [panels.panel_products, expert_panels.panel_swiglu, attend_prompt]
     return every + (many if MULTIPLIES_BFLOAT16 else [])

@@ -36,8 +36,11 @@ class Outside:
         self._missing = 0
         self._error: BaseException | None = None
 
-    def begin(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch, calls: int) -> None:
-        """Begin a step, in which the hidden states x are overwritten. calls: number of calls that it will make."""
+    def begin(self, x_BLD: Tensor, positions: Positions | None, cache: KeyValueCache | PagedBatch, calls: int) -> None:
+        """Begin a step, in which the hidden states x are overwritten.
+
+        calls: number of calls that it will make; positions may be None for none.
+        """
         self._x_BLD, self._positions, self._cache = x_BLD, positions, cache
         self._missing, self._error = calls, None
 

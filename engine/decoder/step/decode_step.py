@@ -13,181 +13,169 @@ Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of
 from __future__ import annotations
 
 import threading
+import weakref
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.decoder.attention import Attention, Positions
 from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import COMPILED_DTYPES, KeyValueCache
-from engine.decoder.latent_attention import LatentAttention
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, SigmoidTopK, Skipping, rule_of
-from engine.decoder.step.callbacks import BeforeExperts, Outside
+from engine.decoder.step.callbacks import BeforeExperts
+from engine.decoder.step.records import Records, records_of
 from engine.decoder.step.rules import fill_factors, fill_sigmoids, has_known_router, is_known, may_be_called
-from engine.decoder.step.tables import Tables, serves_layer, tables_of
-from engine.families.config import DecoderConfig
+from engine.decoder.step.tables import serves_layer
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, KernelChoice
 from engine.kernels.linear import as_bfloat16
 
 
 class DecodeStep:
-    """Compiled step through the layers of one decoder."""
+    """Compiled step through one decoder, from tokens to hidden states and logits."""
 
-    def __init__(self, config: DecoderConfig, layers: Any) -> None:
-        self._config, self._layers = config, layers
-        self._blocks: list[MoeBlock] = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoeBlock)]
-        self._tables: Tables | None = None
-        self._first: list[int] = []
-        self._routings: list[Routing] = []
+    def __init__(self, decoder: Any) -> None:
+        """decoder: a `model.Decoder`, which is read at the first step. It holds this object."""
+        self._decoder = weakref.ref(decoder)
+        self._records: Records | None = None
+        self._first = 0
+        """Address of the weight of the last norm; weights are moved all together or not at all."""
+        self._routings: list[Routing] | None = None
         self._is_served = False
         self._before: BeforeExperts | None = None
-        self._outside: Outside | None = None
-        self._attending: list[Any] = []
-        """Layers whose attention the kernels compute, as arrays of those for which positions lie in the same places."""
+        self._calls = 0
+        """Number of calls that a step makes outside compiled code."""
+        self._skipping: Skipping | None = None
+        self._thresholds_T = np.zeros(COMPILED_MAX_ROWS, np.float32)
         self._wide: list[tuple[Any, MoeBlock]] = []
         """Records and blocks of layers with logits in float32, which the kernels do not show to observers."""
         self._lock = threading.Lock()
         self._rules: list[Any] = []
         """Arrays of rules whose addresses the tables hold."""
 
-    def __call__(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch | None) -> Tensor | None:
-        """Return the hidden states before the last norm, [B, L, D], written over x; None if the layers must run.
+    def __call__(
+        self,
+        tokens_BL: Tensor,
+        cache: KeyValueCache | PagedBatch | None,
+        choice: KernelChoice,
+        one_by_one: bool = False,
+        with_logits: bool = False,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return the hidden states after the last norm, [B, L, D], and the logits [B, L, V]; None if the layers must run.
 
-        The step reads the next position of several sequences, or the next few positions of one sequence.
+        The step reads the next position of several sequences, or the next few positions of one sequence. None stands for
+        logits that are not asked for, or that the kernels do not compute.
         """
         if not self._lock.acquire(blocking=False):  # another thread is in a step of this decoder
             return None
         try:
-            return self._computed(x_BLD, positions, cache)
+            return self._computed(tokens_BL, cache, choice, one_by_one, with_logits)
         finally:
             self._lock.release()
 
     def __reduce__(self) -> Any:
-        return DecodeStep, (self._config, self._layers)  # a copy makes tables and functions of its own
+        return DecodeStep, (self._decoder(),)  # a copy makes tables and functions of its own
 
-    def _computed(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch | None) -> Tensor | None:
-        batch, length, hidden = x_BLD.shape
-        if cache is None or positions.is_padded or positions.temperature is not None or (batch > 1 and length > 1):
-            return None
-        if isinstance(cache, PagedBatch) and not cache.is_step:
-            return None
-        kernels = positions.choice.for_few(batch * length, x_BLD, positions.cosine)
-        if kernels is None or cache.dtype not in COMPILED_DTYPES or not self._knows(kernels):
-            return None
+    def _computed(
+        self,
+        tokens_BL: Tensor,
+        cache: KeyValueCache | PagedBatch | None,
+        choice: KernelChoice,
+        one_by_one: bool,
+        with_logits: bool,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        decoder, (batch, length) = self._decoder(), tokens_BL.shape
         tokens = batch * length
-        assert self._tables is not None and self._outside is not None
-        if length > 1 and self._tables.recurrences:  # a state is of a sequence, not of a position
+        if decoder is None or cache is None or (batch > 1 and length > 1) or tokens > COMPILED_MAX_ROWS:
             return None
-        kept = [self._place(layers, positions, cache, (batch, length)) for layers in self._attending]
-        states = {layer: cache.state_addresses(layer) for layer in self._tables.recurrences}
-        for layer, record in self._tables.recurrences.items():
-            kernels.use_states(record, states[layer])
-        for row, block in self._wide:
-            row["chooses_outside"] = int(block.observer is not None)
-        layers = self._tables.layers
-        calls = np.count_nonzero(layers["mixes"] == kernels.OUTSIDE) + np.count_nonzero(layers["chooses_outside"])
-        self._outside.begin(x_BLD, positions, cache, int(calls))
-        seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
-        before = self._before_experts(kernels, hidden)
-        used_LTS = None if before is None else before.begin(len(self._layers), tokens, self._slots)
+        if (isinstance(cache, PagedBatch) and not cache.is_step) or cache.dtype not in COMPILED_DTYPES:
+            return None
+        norm_D = decoder.norm
+        kernels = choice.for_few(tokens, norm_D)
+        own = None if kernels is None else self._known(kernels, decoder, norm_D.data_ptr())
+        if own is None or (length > 1 and own.tables.recurrences):  # a state is of a sequence, not of a position
+            return None
+        does, is_seen = self._prepare(kernels, own)
+        if not does:
+            return None
+        states = [(record, cache.state_addresses(layer)) for layer, record in own.tables.recurrences.items()]
+        for record, addresses_2B in states:
+            kernels.use_states(record, addresses_2B)
+        positions = None
+        if self._calls or own.places.needs_positions or decoder.config.dense_positions is not None:
+            positions = decoder.positions(tokens_BL, None, cache, one_by_one)._replace(choice=choice)
+        x_BLD = own.x_TD[:tokens].view(batch, length, -1)
+        if not own.embeds:
+            x_BLD.copy_(decoder.embedded(tokens_BL))
+        own.places.fill(cache, (batch, length), positions)
+        hidden_BLD, logits_BLV = torch.empty_like(x_BLD), None
+        if with_logits and own.vocabulary and choice.observer is None:
+            logits_BLV = x_BLD.new_empty((batch, length, own.vocabulary))
+        seen = self._seen(own, tokens) if is_seen else None
+        before = self._before
+        used_LTS = None if before is None else before.begin(len(own.layers), tokens, self._slots)
+        own.outside.begin(x_BLD, positions, cache, self._calls)
+        ids_BL = tokens_BL.contiguous()
         try:
-            kernels.decode(
-                x_BLD.data_ptr(),
-                layers,
-                (self._config.norm_epsilon, self._config.multipliers.residual),
-                (tokens, hidden),
-                self._thresholds(tokens),
+            is_done = kernels.decode_tokens(
+                own.text,
+                own.step,
+                ids_BL.data_ptr(),
+                tokens,
+                (hidden_BLD.data_ptr(), 0 if logits_BLV is None else logits_BLV.data_ptr()),
+                self._thresholds(),
                 seen,
                 None if before is None else (before.function, used_LTS),
-                self._outside.functions,
-                zero_centered=self._config.zero_centered,
             )
         finally:
-            errors = [self._outside.end(), None if before is None else before.end()]
-            del kept, states  # what the records point to
+            errors = own.outside.end(), None if before is None else before.end()
+        if not is_done:  # torch says which token has no embedding
+            return None
         for error in errors:
             if error is not None:
                 raise error
         if seen is not None:
-            self._tell(*seen)
-        return x_BLD
-
-    def _place(
-        self, layers: Any, positions: Positions, cache: KeyValueCache | PagedBatch, shape: tuple[int, int]
-    ) -> tuple[Any, ...]:
-        """Write the new positions' angles, and where they lie, into the records of these layers.
-
-        shape: B and L. Returns what must live until the step ends.
-        """
-        assert self._tables is not None
-        attention, first = self._layers[layers[0]].attention, int(layers[0])
-        is_latent = isinstance(attention, LatentAttention)
-        angles = (positions.cosine, positions.sine) if is_latent else positions.turns(attention.kind)
-        turns = [angle.expand(shape[0], 1, shape[1], -1).contiguous() for angle in angles]
-        blocks_BM, past_B, block_size, repeats = cache.places(first)
-        values = {
-            "cosine": turns[0].data_ptr(),
-            "sine": turns[1].data_ptr(),
-            "sequences": shape[0],
-            "blocks": blocks_BM.ctypes.data,
-            "blocks_of_one": blocks_BM.shape[1],
-            "past": past_B.ctypes.data,
-            "block_size": block_size,
-        }
-        if not is_latent:
-            values["rotated"] = turns[0].shape[-1] if attention.rotates else 0
-            values["group_stride"], values["repeats"] = cache.group_stride(first), int(repeats)
-        records = self._tables.latent if is_latent else self._tables.attention
-        for name, value in values.items():
-            records[name][layers] = value
-        stored = [cache.addresses(int(layer)) for layer in layers]
-        for name, addresses in zip(("keys", "values", "key_scales", "value_scales"), zip(*stored, strict=True), strict=True):
-            records[name][layers] = addresses
-        return *turns, blocks_BM, past_B
+            self._tell(own, *seen)
+        return hidden_BLD, logits_BLV
 
     def forget(self) -> None:
         """Make the next step read all weights anew: the tables hold copies of some in another dtype."""
-        self._first = []
+        self._first = 0
 
     def serves(self, kernels: Any) -> bool:
-        """Return whether the kernels know what these layers do, but for attention and the choice of experts."""
-        return all(serves_layer(kernels, layer) for layer in self._layers)
-
-    def _knows(self, kernels: Any) -> bool:
-        """Return whether the kernels support the model; update the tables if weights or routings have changed."""
-        routings = [block.routing for block in self._blocks]
-        first = [_first_norm(layer).data_ptr() for layer in (self._layers[0], self._layers[-1])]
-        if first != self._first:  # weights are moved all together or not at all
-            self._first, self._routings = first, []
-            self._is_served = self.serves(kernels)
-            self._tables = tables_of(kernels, self._layers) if self._is_served else None
-            self._before = None
-            if self._tables is not None:
-                self._outside = Outside(kernels, self._layers)
-                mixes = self._tables.layers["mixes"]
-                self._attending = _placed_alike(self._layers, (mixes == kernels.ATTENDS) | (mixes == kernels.LATENT))
-        if self._tables is None or any(block.is_observed for block in self._blocks):
+        """Return whether the kernels know what the layers do, but for attention and the choice of experts."""
+        decoder = self._decoder()
+        if decoder is None or decoder.norm_bias is not None or decoder.config.temperature is not None:
             return False
-        if len(routings) != len(self._routings) or any(a is not b for a, b in zip(routings, self._routings, strict=True)):
+        return all(serves_layer(kernels, layer) for layer in decoder.layers)
+
+    def _known(self, kernels: Any, decoder: Any, first: int) -> Records | None:
+        """Return the records, made anew if weights or routings have changed; None if the kernels do not know the model.
+
+        first: address of the weight of the last norm.
+        """
+        if first != self._first:
+            self._first, self._routings = first, None
+            self._records = records_of(kernels, decoder) if self.serves(kernels) else None
+            self._before, self._is_served = None, False
+        own = self._records
+        if own is None:
+            return None
+        routings = [block.routing for block in own.blocks.values()]
+        if self._routings is None or not all(map(is_, routings, self._routings)):
             self._routings = routings
             self._is_served = all(is_known(routing) or may_be_called(routing) for routing in routings)
             if self._is_served:
-                self._route(kernels)
-        layers = self._tables.layers
-        if any(block.residency is not None for block in self._blocks):
-            # Absent experts are asked for with choices by a softmax, and predicted from the experts' own inputs.
-            others = (layers[name].any() for name in ("chooses_outside", "by_sigmoid", "router_norm"))
-            return self._is_served and not any(others)
-        return self._is_served
+                self._route(kernels, own)
+        return own if self._is_served and not any(block.is_observed for block in own.blocks.values()) else None
 
-    def _route(self, kernels: Any) -> None:
+    def _route(self, kernels: Any, own: Records) -> None:
         """Write the routings into the tables."""
-        assert self._tables is not None
-        self._wide, self._rules = [], []
-        for layer, block in self._moe_layers():
-            routing, rule, row = block.routing, rule_of(block.routing), self._tables.layers[layer]
+        self._wide, self._rules, table = [], [], own.tables.layers
+        for layer, block in own.blocks.items():
+            routing, rule, row = block.routing, rule_of(block.routing), table[layer]
             row["slots"] = min(rule.experts_per_token, len(block.experts))
             row["chooses_outside"] = int(not (is_known(routing) and has_known_router(kernels, block)))
             if row["chooses_outside"]:
@@ -206,63 +194,58 @@ class DecodeStep:
                 row["gamma1"], row["gamma2"] = routing.gamma1_K.data_ptr(), routing.gamma2_NN.data_ptr()
                 row["keep"], row["restores"] = routing.keep, int(routing.normalise)
                 row["importance"] = np.inf if routing.importance_1 is None else float(routing.importance_1)
-        kernels.load_parts(self._tables.layers)
+        kernels.load_parts(table)
+        assert self._routings is not None
+        self._skipping = next((routing for routing in self._routings if isinstance(routing, Skipping)), None)
+        self._calls = _calls(kernels, table)
 
-    def _moe_layers(self) -> list[tuple[int, MoeBlock]]:
-        blocks = ((index, layer.feed_forward) for index, layer in enumerate(self._layers))
-        return [(index, block) for index, block in blocks if isinstance(block, MoeBlock)]
-
-    def _before_experts(self, kernels: Any, hidden: int) -> BeforeExperts | None:
-        """Return what the kernels call before the experts of each layer; None if all experts are mapped."""
-        if all(block.residency is None for block in self._blocks):
-            return None
+    def _prepare(self, kernels: Any, own: Records) -> tuple[bool, bool]:
+        """Return whether the kernels do this step, and whether observers see it. Who is called may change at each step."""
+        has_residency = is_seen = False
+        for block in own.blocks.values():
+            has_residency = has_residency or block.residency is not None
+            is_seen = is_seen or block.observer is not None
+        if self._wide:
+            for row, block in self._wide:
+                row["chooses_outside"] = int(block.observer is not None)
+            self._calls = _calls(kernels, own.tables.layers)
+        if not has_residency:
+            return True, is_seen
+        # Absent experts are asked for with choices by a softmax, and predicted from the experts' own inputs.
+        if any(own.tables.layers[name].any() for name in ("chooses_outside", "by_sigmoid", "router_norm")):
+            return False, is_seen
         if self._before is None:
-            assert self._tables is not None
-            self._before = BeforeExperts(kernels, self._tables.layers, dict(self._moe_layers()), hidden)
-        return self._before
+            self._before = BeforeExperts(kernels, own.tables.layers, own.blocks, own.x_TD.shape[1])
+        return True, is_seen
 
-    def _thresholds(self, tokens: int) -> Any:
+    def _thresholds(self) -> Any:
         """Return the thresholds of adaptive skipping, one for each token."""
-        skipping = next((routing for routing in self._routings if isinstance(routing, Skipping)), None)
-        threshold = 0.0 if skipping is None else skipping.threshold
+        threshold = 0.0 if self._skipping is None else self._skipping.threshold
         if isinstance(threshold, Tensor):
             return threshold.float().numpy()
-        return np.full(tokens, threshold, np.float32)
+        self._thresholds_T[:] = threshold
+        return self._thresholds_T
 
-    def _seen(self, tokens: int, hidden: int) -> tuple[Any, Any, Any, Any]:
+    def _seen(self, own: Records, tokens: int) -> tuple[Any, Any, Any, Any]:
         """Allocate arrays for observers: chosen experts and weights, and the experts' inputs and logits."""
-        layers, experts, slots = len(self._layers), max(len(block.experts) for block in self._blocks), self._slots
-        inputs, logits = (np.empty((layers, tokens, width), np.uint16) for width in (hidden, experts))
+        layers, experts, slots = len(own.layers), max(len(block.experts) for block in own.blocks.values()), self._slots
+        inputs, logits = (np.empty((layers, tokens, width), np.uint16) for width in (own.x_TD.shape[1], experts))
         return np.empty((layers, tokens, slots), np.int64), np.empty((layers, tokens, slots), np.float32), inputs, logits
 
     @property
     def _slots(self) -> int:
         """The most experts that a layer chooses for a token."""
-        return max(int(rule_of(routing).experts_per_token) for routing in self._routings)
+        return max(int(rule_of(routing).experts_per_token) for routing in self._routings or ())
 
-    def _tell(self, chosen: Any, weights: Any, inputs: Any, logits: Any) -> None:
-        assert self._tables is not None
-        for layer, block in self._moe_layers():
-            if block.observer is not None and not self._tables.layers[layer]["chooses_outside"]:
+    def _tell(self, own: Records, chosen: Any, weights: Any, inputs: Any, logits: Any) -> None:
+        for layer, block in own.blocks.items():
+            if block.observer is not None and not own.tables.layers[layer]["chooses_outside"]:
                 experts, slots = len(block.experts), min(rule_of(block.routing).experts_per_token, len(block.experts))
                 selection = Selection(*(torch.from_numpy(part[layer, :, :slots].copy()) for part in (chosen, weights)))
                 own_logits = np.ascontiguousarray(logits[layer, :, :experts])
                 block.observer(as_bfloat16(inputs[layer]), as_bfloat16(own_logits), selection)
 
 
-def _first_norm(layer: Any) -> Tensor:
-    norm: Tensor = layer.feed_forward_norm if layer.attention_norm is None else layer.attention_norm
-    return norm
-
-
-def _placed_alike(layers: Any, attends_L: Any) -> list[Any]:
-    """Return the layers whose attention the kernels compute, as int64 arrays of those whose positions have the same angles
-    and lie in the same places of a cache."""
-    alike: dict[Any, list[int]] = {}
-    for number in np.flatnonzero(attends_L).tolist():
-        attention = layers[number].attention
-        kind: Any = None  # latent attention, which is the same in all layers
-        if isinstance(attention, Attention):
-            kind = attention.rotates, attention.kind, attention.key_heads, attention.head_dimension
-        alike.setdefault(kind, []).append(number)
-    return [np.array(numbers) for numbers in alike.values()]
+def _calls(kernels: Any, table: Any) -> int:
+    """Return how many calls outside compiled code a step makes."""
+    return int(np.count_nonzero(table["mixes"] == kernels.OUTSIDE) + np.count_nonzero(table["chooses_outside"]))

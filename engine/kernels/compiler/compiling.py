@@ -188,6 +188,7 @@ TABLE_OF_ADDRESSES = np.dtype(
             *("multiply_panel", "multiply_paired", "attend_panel", "pack_block", "panel_products_block"),
             *("gated_delta_block", "mamba2_block"),
             *(
+                "decode",
                 "attention_layer",
                 "feed_forward_layer",
                 "routed_experts",

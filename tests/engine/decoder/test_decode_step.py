@@ -166,8 +166,8 @@ def test_a_step_reads_keys_and_values_of_8_bits_as_they_are_stored(
 
 def is_called_back(step: DecodeStep) -> bool:
     """Return whether the last step called the attention of some layer back."""
-    assert step._tables is not None
-    return bool((step._tables.layers["mixes"] == kernels.OUTSIDE).any())
+    assert step._records is not None
+    return bool((step._records.tables.layers["mixes"] == kernels.OUTSIDE).any())
 
 
 @needs_integers
@@ -429,7 +429,7 @@ def test_a_call_that_is_lost_to_an_interrupt_ends_the_step(
     """Python drops an interrupt before the first line of a function that compiled code calls."""
     decoder = with_attention_outside(tmp_path, monkeypatch)
     decoder.moe_blocks[0].observer = lambda *seen: None
-    expected, outside = decoded(decoder, TOKENS), decoder._step._outside
+    expected, outside = decoded(decoder, TOKENS), decoder._step._records.outside
     setattr(outside, part, lambda *given: None)
     cache = KeyValueCache(decoder.config, 1, 4, torch.bfloat16)
     with pytest.raises(KeyboardInterrupt), torch.inference_mode():

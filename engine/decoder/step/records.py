@@ -1,0 +1,72 @@
+"""What the compiled steps of a decoder read, made once for its weights: tables of layers, records, and scratch.
+
+Shape suffixes: T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from engine.decoder.experts import MoeBlock
+from engine.decoder.step.callbacks import Outside
+from engine.decoder.step.places import Places
+from engine.decoder.step.tables import Tables, tables_of
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS
+from engine.kernels.linear import addresses, as_bfloat16, kernel_form
+
+
+@dataclass
+class Records:
+    """Tables and records of one decoder."""
+
+    tables: Tables
+    layers: Any
+    """The decoder's layers."""
+    blocks: dict[int, MoeBlock]
+    """Those with experts, by layer."""
+    outside: Outside
+    places: Places
+    x_TD: Tensor
+    """The hidden states, which a step overwrites."""
+    step: Any
+    """Record of `kernels.step.layers.STEP`."""
+    text: Any
+    """Record of `kernels.step.tokens.TEXT`."""
+    embeds: bool
+    """Whether the kernels read the embeddings. Otherwise they must lie in x."""
+    vocabulary: int
+    """V; 0 where the kernels do not compute logits."""
+
+
+def records_of(kernels: Any, decoder: Any) -> Records:
+    """Return the records of a `model.Decoder` whose layers the kernels know."""
+    config, layers = decoder.config, decoder.layers
+    tables, outside = tables_of(kernels, layers), Outside(kernels, layers)
+    places = Places(kernels, tables, layers, decoder.rotary)
+    x_TD = as_bfloat16(np.zeros((COMPILED_MAX_ROWS, config.hidden_size), np.uint16))
+    scalars, is_centered = (config.norm_epsilon, config.multipliers.residual), config.zero_centered
+    functions = outside.functions
+    step = kernels.step_record(
+        x_TD.data_ptr(), tables.layers, scalars, config.hidden_size, functions, zero_centered=is_centered
+    )
+    embeds = isinstance(decoder.embedding, Tensor) and kernel_form(kernels, [decoder.embedding]) == kernels.PLAIN
+    form = kernel_form(kernels, [decoder.head]) if decoder.head_bias_V is None else None
+    text = kernels.text_record(
+        step,
+        (decoder.embedding.data_ptr(), decoder.embedding.shape[0]) if embeds else (0, 0),
+        decoder.norm.data_ptr(),
+        (0, 0) if form is None else addresses(decoder.head),
+        kernels.PLAIN if form is None else form,
+        decoder.head.shape[0],
+        (decoder.embedding_factor, 1.0 / config.multipliers.logits),
+        places.positions_T,
+    )
+    places.attach(text)
+    tables.kept.append([decoder.embedding, decoder.norm, decoder.head])
+    blocks = {index: layer.feed_forward for index, layer in enumerate(layers) if isinstance(layer.feed_forward, MoeBlock)}
+    vocabulary = 0 if form is None else decoder.head.shape[0]
+    return Records(tables, layers, blocks, outside, places, x_TD, step, text, embeds, vocabulary)

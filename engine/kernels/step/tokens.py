@@ -1,0 +1,110 @@
+"""From tokens to logits in one call: embeddings, angles of positions, all layers, the last norm and the output head.
+
+Between two steps, Python runs with caches that the weights have emptied, and takes up to ten times as long as otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from engine.kernels.compiler.arithmetic import narrow, widen
+from engine.kernels.compiler.compiling import helper, kernel
+from engine.kernels.compiler.memory import address_of, call, halves, integers, keep, record_at
+from engine.kernels.compiler.parallel import kernels_at
+from engine.kernels.products import MATRIX
+from engine.kernels.step.layers import multiply, step_at
+
+ANGLES = np.dtype([(name, np.int64) for name in ("cosines", "sines", "size", "cosine", "sine")])
+"""Addresses of the cosines and sines of all positions [P, R] in bfloat16, R, and the addresses for those of a step's
+positions [T, R]."""
+angles_at = record_at(ANGLES)
+_ANGLES_BYTES = ANGLES.itemsize
+TEXT = np.dtype(
+    [
+        ("step", np.int64),  # STEP
+        ("embedding", np.int64),  # [V, D] bfloat16; 0 where x is in place
+        ("embeddings", np.int64),  # number of tokens that have one
+        ("positions", np.int64),  # [T] int64
+        ("angles", np.int64),  # ANGLES of each kind of layer; there are none where the step's angles are in place
+        ("kinds", np.int64),
+        ("norm", np.int64),  # the weight of the last norm
+        ("head", MATRIX),
+        ("head_form", np.int64),  # FORM
+        ("vocabulary", np.int64),  # V, the number of the head's rows
+        ("refused", np.int64),  # set to 1 where a token has no embedding; nothing is computed then
+        ("embedding_factor", np.float32),
+        ("hidden_factor", np.float32),
+    ],
+    align=True,
+)
+"""What the steps of one decoder have in common. Fields are addresses unless stated otherwise."""
+text_at = record_at(TEXT)
+_FIELDS: Any = TEXT.fields
+_HEAD = _FIELDS["head"][1]
+
+
+@kernel("void(int64, int64, int64, int64, int64)", calls=("decode", "products", "rms_norm", "centered_norm"))
+def decode_tokens(address: Any, ids: Any, tokens: Any, hidden: Any, logits: Any) -> None:
+    """Write the hidden states after the last norm [T, D], and the logits [T, V] unless their address is 0, both bfloat16.
+
+    address: of TEXT. ids: address of the tokens [T], int64. tokens: T.
+    """
+    job, step = text_at(address), step_at(text_at(address).step)
+    step.tokens, table = tokens, kernels_at(step.kernels)
+    if job.embedding != 0:
+        _embed(job, step, ids)
+        if job.refused != 0:
+            return
+    for kind in range(job.kinds):
+        _place(angles_at(job.angles + kind * _ANGLES_BYTES), job.positions, tokens)
+    call(table.decode, (job.step,))
+    norm = table.centered_norm if step.zero_centered != 0 else table.rms_norm
+    call(norm, (step.x, job.norm, step.epsilon, tokens, step.hidden, hidden))
+    _scale(hidden, tokens * step.hidden, job.hidden_factor)
+    if logits != 0:
+        ends = np.empty(1, np.int64)
+        ends[0] = job.vocabulary
+        multiply(step, job.head_form, address + _HEAD, address_of(ends), 1, step.hidden, hidden, logits)
+        keep(ends)
+
+
+@helper
+def _embed(job: Any, step: Any, ids: Any) -> None:
+    """Write the embeddings of the tokens to x, unless one of them has none."""
+    ids_T, size = numba.carray(integers(ids), (step.tokens,)), step.hidden
+    job.refused = 0
+    for token in range(step.tokens):
+        if ids_T[token] < 0 or ids_T[token] >= job.embeddings:
+            job.refused = 1
+            return
+    x_TD = numba.carray(halves(step.x), (step.tokens, size))
+    for token in range(step.tokens):
+        own_D = numba.carray(halves(job.embedding + 2 * ids_T[token] * size), (size,))
+        for index in range(size):
+            x_TD[token, index] = own_D[index]
+    _scale(step.x, step.tokens * size, job.embedding_factor)
+
+
+@helper
+def _scale(x: Any, count: Any, factor: Any) -> None:
+    """Multiply `count` bfloat16 values by a factor, and round them."""
+    if factor == np.float32(1.0):
+        return
+    x_C = numba.carray(halves(x), (count,))
+    for index in range(count):
+        x_C[index] = narrow(widen(x_C[index]) * factor)
+
+
+@helper
+def _place(own: Any, positions: Any, tokens: Any) -> None:
+    """Copy the cosines and sines of the step's positions."""
+    positions_T, size = numba.carray(integers(positions), (tokens,)), own.size
+    for token in range(tokens):
+        for source, target in ((own.cosines, own.cosine), (own.sines, own.sine)):
+            from_R = numba.carray(halves(source + 2 * positions_T[token] * size), (size,))
+            to_R = numba.carray(halves(target + 2 * token * size), (size,))
+            for index in range(size):
+                to_R[index] = from_R[index]
