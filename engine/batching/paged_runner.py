@@ -5,7 +5,7 @@ Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -69,8 +69,8 @@ class PagedRunner:
         for own in self._parts(len(rows)):
             places = ahead[own] if any(ahead) else None
             with torch_products(len(rows[own]), self._dtype, self._device):
-                hidden_TLD = self._forward(rows[own], torch.tensor(tokens[own])[:, None], choice, places)
-                logits.append(self._decoder.logits(hidden_TLD[:, 0], choice))
+                new_T1, read = torch.tensor(tokens[own])[:, None], self._decoder.last_logits
+                logits.append(self._forward(rows[own], new_T1, choice, places, read=read))
         for state in states:  # which drafted tokens stay is not known yet
             self.pool.fill(state.table, state.tokens, len(state.tokens))
         return torch.cat(logits)
@@ -108,18 +108,19 @@ class PagedRunner:
         choice: KernelChoice,
         ahead: Sequence[int] | None = None,
         new: Sequence[int] | None = None,
+        read: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Read tokens after the content of the tables, whose lengths stay; return the hidden states [..., D].
 
         tokens: [B, 1], or [1, L] of texts, of which `new` has the lengths. ahead: how far after the table's content each
-        token is, where a sequence has several rows.
+        token is, where a sequence has several rows. read: another function of the decoder, whose result is returned.
         """
         tables = [state.table for state in states]
         batch = PagedBatch(self.cache, tables, new, [len(state.request.prompt) for state in states], ahead)
         own = zip(states, batch.new, strict=True)
         thresholds = [threshold for state, count in own for threshold in [self._threshold(state)] * count]
         with self._skipping.applied(thresholds):
-            return self._decoder.hidden_states(tokens.to(self._device), None, batch, choice)
+            return (read or self._decoder.hidden_states)(tokens.to(self._device), None, batch, choice)
 
     def _threshold(self, state: RequestState) -> float:
         asked = state.request.skip_threshold

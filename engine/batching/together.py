@@ -9,7 +9,7 @@ Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -111,30 +111,35 @@ class _Reader:
         """Read the prompts; return the logits [B, V] that follow them."""
         tokens_1L = torch.tensor([[token for each in group for token in each.prompt]])
         lengths = [len(each.prompt) for each in group]
-        hidden_LD = self._hidden(group, tokens_1L, PROMPT, lengths)[0]
+        hidden_LD = self._read(self._decoder.hidden_states, group, tokens_1L, PROMPT, lengths)[0]
         last = torch.tensor(lengths, device=hidden_LD.device).cumsum(0) - 1
         return self._decoder.logits(hidden_LD[last], DECODING)
 
     def next(self, going: list[_Sequence]) -> Tensor:
         """Read the last token of each sequence; return the logits [B, V] that follow it."""
-        hidden_BLD = self._hidden(going, torch.tensor([[each.written[-1]] for each in going]), DECODING)
-        return self._decoder.logits(hidden_BLD[:, 0], DECODING)
+        tokens_B1 = torch.tensor([[each.written[-1]] for each in going])
+        return self._read(self._decoder.last_logits, going, tokens_B1, DECODING)
 
     def release(self, sequence: _Sequence) -> None:
         """Give a sequence's blocks back."""
         self._cache.pool.release(sequence.table)
 
-    def _hidden(
-        self, sequences: list[_Sequence], tokens_BL: Tensor, choice: KernelChoice, new: Sequence[int] | None = None
+    def _read(
+        self,
+        read: Callable[..., Tensor],
+        sequences: list[_Sequence],
+        tokens_BL: Tensor,
+        choice: KernelChoice,
+        new: Sequence[int] | None = None,
     ) -> Tensor:
-        """Read new tokens, `new` of each sequence or one; return the hidden states of the last layer."""
+        """Read new tokens, `new` of each sequence or one; return what `read`, a function of the decoder, makes of them."""
         counts = [1] * len(sequences) if new is None else new
         for each, count in zip(sequences, counts, strict=True):
             self._cache.pool.extend(each.table, each.table.length + count)
         tables, read_as = zip(*((each.table, len(each.prompt)) for each in sequences), strict=True)
         batch = PagedBatch(self._cache, tables, new, read_as)
         with torch_products(tokens_BL.numel(), self._decoder.dtype, self._decoder.device):
-            hidden_BLD = self._decoder.hidden_states(tokens_BL.to(self._decoder.device), None, batch, choice)
+            made = read(tokens_BL.to(self._decoder.device), None, batch, choice)
         for each, count in zip(sequences, counts, strict=True):
             each.table.length += count
-        return hidden_BLD
+        return made

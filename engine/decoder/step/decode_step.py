@@ -7,7 +7,9 @@ So are choices of experts other than the top-k of a softmax or of sigmoids. A de
 layer by layer instead. Such parts are norms with biases, factors of residuals, scaled inputs of experts, and observers of
 experts.
 
-Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
+Embeddings of tokens that are stored in blocks are read by torch before the call. Heads with a bias are multiplied after it.
+
+Shape suffixes: B batch, L new positions, T tokens, D hidden, V vocabulary, S slots, N experts.
 """
 
 from __future__ import annotations

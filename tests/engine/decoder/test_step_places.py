@@ -1,0 +1,123 @@
+"""The compiled step from tokens to logits: embeddings, angles of positions, places in caches that move, and the head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_reference
+from packages_for_tests import needs_numba
+from torch import Tensor
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.model import Decoder
+from engine.decoder.step import places
+from engine.kernels.kernel_choice import DECODING
+
+pytestmark = needs_numba
+DYNAMIC = {
+    "head_dim": 8,
+    "max_position_embeddings": 12,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
+LONGROPE = {
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 12,
+    },
+}
+TEXT = torch.randint(3, 96, (1, 24), generator=torch.Generator().manual_seed(2))
+
+
+def decoder_of(directory: Path, family: str = "granite", **changes: Any) -> Decoder:
+    """Return a decoder with random weights in bfloat16; by default without experts, of which two could tie."""
+    save_reference(family, directory, **changes)
+    checkpoint = Checkpoint(directory)
+    return Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+
+
+def by_layers(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tokens_BL: Tensor, capacity: int) -> Tensor:
+    """Return the logits of each token, read one by one through the layers."""
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder, "_step", lambda *given: None)
+        return read(decoder, tokens_BL, KeyValueCache(decoder.config, len(tokens_BL), capacity, torch.bfloat16))
+
+
+def read(decoder: Decoder, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
+    """Return the logits [B, L, V] of each token, read one by one."""
+    with torch.inference_mode():
+        found = [decoder.last_logits(token_B1, None, cache, DECODING) for token_B1 in tokens_BL.split(1, dim=1)]
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("family", ["granite", "granitemoe", "gemma4_text", "mixtral"])
+def test_one_call_gives_the_bits_of_its_parts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors of embeddings and logits, tied embeddings, capped logits and kinds of layers with angles of their own."""
+    decoder = decoder_of(tmp_path, family)
+    cache = KeyValueCache(decoder.config, 1, 24, torch.bfloat16)
+    found = read(decoder, TEXT, cache)
+    assert decoder._step._records is not None and decoder._step._records.vocabulary == found.shape[-1]
+    assert torch.equal(found, by_layers(decoder, monkeypatch, TEXT, 24))
+    seen: list[Tensor] = []
+    decoder.watch = seen.append
+    again = read(decoder, TEXT[:, :1], KeyValueCache(decoder.config, 1, 1, torch.bfloat16))
+    assert torch.equal(decoder.logits(seen[0][:, 0], DECODING), again[:, 0])
+
+
+@pytest.mark.parametrize("changes", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
+def test_angles_that_depend_on_the_length_of_the_text(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(tmp_path, **changes)
+    assert decoder.rotary.varies
+    found = read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
+    assert torch.equal(found, by_layers(decoder, monkeypatch, TEXT, 24))
+
+
+def test_tables_of_angles_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "ROWS_ADDED", 5)
+    decoder = decoder_of(tmp_path)
+    found = read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
+    records = decoder._step._records
+    assert records is not None and records.places._reached == 25
+    assert torch.equal(found, by_layers(decoder, monkeypatch, TEXT, 24))
+
+
+def test_caches_in_turn_and_a_cache_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records name the memory of keys and values, which differs from cache to cache, and when a cache grows."""
+    decoder = decoder_of(tmp_path)
+    texts = TEXT, TEXT.flip(1), torch.cat([TEXT, TEXT.flip(1)])
+    expected = [by_layers(decoder, monkeypatch, text_BL, 24) for text_BL in texts]
+    caches = [KeyValueCache(decoder.config, len(text_BL), 6, torch.bfloat16) for text_BL in texts]
+    for place in range(TEXT.shape[1]):
+        for text_BL, cache, logits_BLV in zip(texts, caches, expected, strict=True):
+            if cache.length == cache.capacity:
+                cache.extend(2 * cache.capacity)
+            assert torch.equal(read(decoder, text_BL[:, place : place + 1], cache)[:, 0], logits_BLV[:, place])
+    rows = caches[2].of_rows(torch.tensor([1, 0]))
+    for cache in (rows, caches[2]):
+        cache.length = 7
+    own = [
+        read(decoder, token_B1, cache) for token_B1, cache in ((texts[2][[1, 0], :1], rows), (texts[2][:, :1], caches[2]))
+    ]
+    assert torch.equal(own[0], own[1][[1, 0]])
+
+
+def test_a_full_cache_and_tokens_without_an_embedding_are_refused(tmp_path: Path) -> None:
+    decoder = decoder_of(tmp_path)
+    cache = KeyValueCache(decoder.config, 1, 2, torch.bfloat16)
+    for wrong in (-1, decoder.embedding_VD.shape[0]):
+        with pytest.raises(IndexError):
+            read(decoder, torch.tensor([[wrong]]), cache)
+        assert cache.length == 0
+    read(decoder, TEXT[:, :2], cache)
+    with pytest.raises(AssertionError, match="is full"):
+        read(decoder, TEXT[:, 2:3], cache)
