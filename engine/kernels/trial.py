@@ -1,7 +1,8 @@
 """Whether the compiled kernels pay: they and torch multiply one large matrix in turn, and the verdict is kept on disk.
 
 It lies beside the compiled code, whose directory is named after the processor and all versions but torch's; a verdict holds
-for one version of torch and one number of threads. A file that does not hold verdicts is ignored and written anew.
+for one version of torch and one number of threads. A verdict against the kernels holds for some minutes only, because a busy
+machine may have made it. A file that does not hold verdicts is ignored and written anew.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ TRIAL_SHAPE = 4096, 4096
 CLEARLY = 1.5
 """How many times as fast torch must be to be chosen, so that other work during the trial does not decide the choice."""
 MOST_TRIALS = 8
+REFUSED_SECONDS = 600
+"""Time for which a verdict against the kernels holds."""
+Verdicts = dict[str, bool | float]
+"""True for the kernels; against them, the time of the trial in seconds."""
 FILE = "verdicts.json"
 
 
@@ -33,23 +38,26 @@ def pays(kernels: Any, rows: int, *, many: bool, dtype: torch.dtype = torch.bflo
     key = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {rows} rows"
     key += "" if dtype == torch.bfloat16 else f" of {str(dtype).removeprefix('torch.')}"
     verdicts = read_verdicts(file)
-    if key not in verdicts:
-        verdicts[key] = _try(kernels, rows, many, dtype)
-        _write(file, verdicts)
-    return verdicts[key]
+    if verdicts.get(key) is True:
+        return True
+    if key in verdicts and 0 <= time.time() - verdicts[key] < REFUSED_SECONDS:
+        return False
+    verdicts[key] = _try(kernels, rows, many, dtype) or time.time()
+    _write(file, verdicts)
+    return verdicts[key] is True
 
 
-def read_verdicts(file: Path) -> dict[str, bool]:
+def read_verdicts(file: Path) -> Verdicts:
     """The verdicts of a file; none where it is missing, damaged or something else."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    is_valid = isinstance(found, dict) and all(isinstance(each, bool) for each in found.values())
+    is_valid = isinstance(found, dict) and all(isinstance(each, bool | float) for each in found.values())
     return found if is_valid else {}
 
 
-def _write(file: Path, verdicts: dict[str, bool]) -> None:
+def _write(file: Path, verdicts: Verdicts) -> None:
     """Replace the file as a whole; where that is not allowed, the next process tries again."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as made:

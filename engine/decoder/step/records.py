@@ -1,4 +1,4 @@
-"""What the compiled steps of a decoder read, made once for its weights: tables of layers, records, and scratch.
+"""Everything that the compiled steps of a decoder read, made once for its weights: tables, records, and scratch.
 
 Shape suffixes: T tokens, D hidden, V vocabulary.
 """

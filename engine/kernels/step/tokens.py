@@ -40,7 +40,7 @@ TEXT = np.dtype(
     ],
     align=True,
 )
-"""What the steps of one decoder have in common. Fields are addresses unless stated otherwise."""
+"""The arguments that all steps of one decoder have in common. Fields are addresses unless stated otherwise."""
 text_at = record_at(TEXT)
 _FIELDS: Any = TEXT.fields
 _HEAD = _FIELDS["head"][1]

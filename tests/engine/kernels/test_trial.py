@@ -52,6 +52,18 @@ def test_a_verdict_is_kept(is_slow: bool, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [trial.FILE]
 
 
+def test_a_verdict_against_the_kernels_holds_for_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not trial.pays(Kernels(tmp_path, 0.05), 1, many=False)
+    now = time.time()
+    for later, tries in ((trial.REFUSED_SECONDS - 60, False), (trial.REFUSED_SECONDS + 60, True), (-60, True)):
+        with monkeypatch.context() as patched:
+            patched.setattr(trial.time, "time", lambda later=later: now + later)
+            kernels = Kernels(tmp_path, 0.05)
+            assert not trial.pays(kernels, 1, many=False) and (kernels.products_made > 0) == tries
+            verdicts = trial.read_verdicts(tmp_path / trial.FILE)
+            (tmp_path / trial.FILE).write_text(json.dumps(dict.fromkeys(verdicts, now)))
+
+
 @pytest.mark.parametrize("other", ["threads", "torch"])
 def test_a_verdict_holds_for_one_version_and_number_of_threads(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
