@@ -21,7 +21,7 @@ from engine.kernels.attention.grouped import ATTENTION
 from engine.kernels.attention.latent import LATENT as LATENT_ATTENTION
 from engine.kernels.attention.prompts import PROMPT, attend_prompt
 from engine.kernels.compiler.cache_directory import cache_directory
-from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
+from engine.kernels.compiler.compiling import KERNELS, TABLE_OF_ADDRESSES, Kernel, prepare
 from engine.kernels.compiler.instructions import LANES
 from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
@@ -122,6 +122,7 @@ __all__ = [
     "needed",
     "needed_for_floats",
     "own_forms",
+    "own_table",
     "prepare",
     "products",
     "recur",
@@ -483,7 +484,13 @@ def recurrent_table(
     return made, [record, matrices, ends_M, sources_O]
 
 
+def own_table() -> Any:
+    """Return memory for a decoder's copy of the table of kernels, which its steps fill and its layers' records name."""
+    return np.zeros(1, TABLE_OF_ADDRESSES)
+
+
 def step_record(
+    table: Any,
     x: Address,
     layers: Any,
     scalars: tuple[float, float],
@@ -497,14 +504,14 @@ def step_record(
     A step computes the next position of each sequence, or the next few positions of one sequence. The result overwrites x
     [T, D].
 
-    x: contiguous bfloat16. layers: records of LAYER. scalars: ε of the norms, and factor of each addition to the residual.
-    hidden: D. outside: a `step.layers.MIX` and a `step.layers.CHOOSE`, for layers that need them. zero_centered: whether the
-    norms of layers are.
+    table: an `own_table`. x: contiguous bfloat16. layers: records of LAYER. scalars: ε of the norms, and factor of each
+    addition to the residual. hidden: D. outside: a `step.layers.MIX` and a `step.layers.CHOOSE`, for layers that need them.
+    zero_centered: whether the norms of layers are.
     """
     mix, choose = (cast(function, c_void_p).value for function in outside)
     return _record(
         STEP,
-        kernels=TABLE_ADDRESS,
+        kernels=_address(table),
         plain_form=form_address(PLAIN),
         x=x,
         hidden=hidden,
@@ -536,6 +543,7 @@ def text_record(
     """
     return _record(
         TEXT,
+        kernels=TABLE_ADDRESS,
         step=_address(step),
         embedding=embedding[0],
         embeddings=embedding[1],
@@ -565,15 +573,19 @@ def decode_tokens(
     thresholds_T: Any,
     seen: tuple[Any, Any, Any, Any] | None = None,
     before_experts: tuple[Any, Any] | None = None,
+    *,
+    is_alone: bool = True,
 ) -> bool:
     """Compute one step. Returns False, and computes nothing, if a token has no embedding.
 
     text, step: of `text_record` and `step_record`. ids: int64 [T]. results: of the hidden states [T, D] and of the logits
     [T, V], bfloat16; the latter may be 0. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that
     receive the choices and weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts.
-    before_experts: a `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices.
+    before_experts: a `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. is_alone: whether the
+    step calls nothing outside compiled code, which would need the threads.
     """
-    step["threads"], step["thresholds"] = threads_used(), _address(thresholds_T)
+    threads = threads_used()
+    step["threads"], step["thresholds"] = threads, _address(thresholds_T)
     is_shown = seen is not None or before_experts is not None
     if seen is not None:
         step_layers.tell_observers.load()
@@ -585,7 +597,8 @@ def decode_tokens(
         function, used_LTS = before_experts
         step["before_experts"], step["used"] = cast(function, c_void_p).value, _address(used_LTS)
         step["used_slots"] = used_LTS.shape[2]
-    step_tokens.decode_tokens(_address(text), ids, tokens, *results)
+    decode = step_tokens.decode_together if is_alone and threads > 1 else step_tokens.decode_tokens
+    decode(_address(text), ids, tokens, *results)
     if is_shown:
         step["seen_chosen"], step["before_experts"] = 0, 0
     return not text["refused"][0]
@@ -639,7 +652,7 @@ def needed(
     every = [kernel for each in dict.fromkeys((16, *kinds)) for kernel in form_kernels(each)]
     every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, grouped.attend]
     every += [product_kernels.centered_norm] if zero_centered else []
-    every += [step_tokens.decode_tokens] if is_whole else []
+    every += [step_tokens.decode_together] if is_whole else []
     every += [KERNELS[name] for name in mixers]
     many = [panels.panel_products, expert_panels.panel_swiglu, attend_prompt]
     return every + (many if MULTIPLIES_BFLOAT16 else [])

@@ -22,9 +22,11 @@ from engine.kernels.plain_forms import FLOATS, plain_form
 
 TRIAL_SHAPE = 4096, 4096
 """Shape of the trial's matrix: 32 MB in half precision, more than most caches hold."""
-CLEARLY = 1.5
+CLEARLY = 2.0
 """How many times as fast torch must be to be chosen, so that other work during the trial does not decide the choice."""
 MOST_TRIALS = 8
+REST_SECONDS = 0.05
+"""Time between trials, in which other work may end."""
 REFUSED_SECONDS = 600
 """Time for which a verdict against the kernels holds."""
 Verdicts = dict[str, bool | float]
@@ -89,4 +91,5 @@ def _try(kernels: Any, rows: int, many: bool, dtype: torch.dtype) -> bool:
             best[way] = min(best[way], time.perf_counter() - started)
         if best[compiled] <= CLEARLY * best[of_torch]:
             return True
+        time.sleep(REST_SECONDS)
     return False

@@ -130,6 +130,7 @@ class DecodeStep:
                 self._thresholds(),
                 seen,
                 None if before is None else (before.function, used_LTS),
+                is_alone=not self._calls and before is None,
             )
         finally:
             errors = own.outside.end(), None if before is None else before.end()

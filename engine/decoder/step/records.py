@@ -50,8 +50,11 @@ def records_of(kernels: Any, decoder: Any) -> Records:
     x_TD = as_bfloat16(np.zeros((COMPILED_MAX_ROWS, config.hidden_size), np.uint16))
     scalars, is_centered = (config.norm_epsilon, config.multipliers.residual), config.zero_centered
     functions = outside.functions
+    table = kernels.own_table()
+    for records in (tables.attention, tables.latent, *tables.recurrences.values()):
+        records["kernels"] = table.ctypes.data
     step = kernels.step_record(
-        x_TD.data_ptr(), tables.layers, scalars, config.hidden_size, functions, zero_centered=is_centered
+        table, x_TD.data_ptr(), tables.layers, scalars, config.hidden_size, functions, zero_centered=is_centered
     )
     embeds = isinstance(decoder.embedding, Tensor) and kernel_form(kernels, [decoder.embedding]) == kernels.PLAIN
     form = kernel_form(kernels, [decoder.head]) if decoder.head_bias_V is None else None
@@ -66,7 +69,7 @@ def records_of(kernels: Any, decoder: Any) -> Records:
         places.positions_T,
     )
     places.attach(text)
-    tables.kept.append([decoder.embedding, decoder.norm, decoder.head])
+    tables.kept.append([table, decoder.embedding, decoder.norm, decoder.head])
     blocks = {index: layer.feed_forward for index, layer in enumerate(layers) if isinstance(layer.feed_forward, MoeBlock)}
     vocabulary = 0 if form is None else decoder.head.shape[0]
     return Records(tables, layers, blocks, outside, places, x_TD, step, text, embeds, vocabulary)

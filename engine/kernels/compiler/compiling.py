@@ -189,6 +189,7 @@ TABLE_OF_ADDRESSES = np.dtype(
             *("gated_delta_block", "mamba2_block"),
             *(
                 "decode",
+                "decode_tokens",
                 "attention_layer",
                 "feed_forward_layer",
                 "routed_experts",
@@ -202,6 +203,7 @@ TABLE_OF_ADDRESSES = np.dtype(
             *("pack_experts_block", "unit_panels_block", "down_panels_block"),
             *("centered_norm", "mix_layer", "recurrent_layer", "choose_by_sigmoid", "scale_chosen"),
             *("latent_layer", "attend_latent", "latent_query_block", "latent_piece", "latent_value_block"),
+            *("crew_for", "crew"),  # the latter is the address of a CREW (crew.py), in a step's copy of the table
         )
     ]
 )

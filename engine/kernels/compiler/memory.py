@@ -63,13 +63,51 @@ def call(context: Any, address: Any, arguments: Any) -> Any:
     return types.void(types.int64, given), generate
 
 
+_INTEGER = ir.IntType(64)
+
+
+def _shared(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _INTEGER.as_pointer())
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def take_next(context: Any, address: Any) -> Any:
     """Return the integer at an address and add one to it, as one operation among all threads."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.IntType(64)
-        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], kind.as_pointer()), kind(1), "monotonic")
+        return builder.atomic_rmw("add", _shared(builder, arguments[0]), _INTEGER(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_shared(context: Any, address: Any, value: Any) -> Any:
+    """Add to the integer at an address. All threads see this and the operations of the next two functions in one order."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.atomic_rmw("add", _shared(builder, arguments[0]), arguments[1], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def write_shared(context: Any, address: Any, value: Any) -> Any:
+    """Write the integer at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _shared(builder, arguments[0]), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def read_shared(context: Any, address: Any) -> Any:
+    """Return the integer at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_shared(builder, arguments[0]), "seq_cst", 8)
 
     return types.int64(types.int64), generate
 

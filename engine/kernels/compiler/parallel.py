@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.compiler.compiling import TABLE, TABLE_OF_ADDRESSES, inline, kernel
+from engine.kernels.compiler.compiling import TABLE, TABLE_OF_ADDRESSES, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, keep, record_at, take_next
 
 kernels_at = record_at(TABLE_OF_ADDRESSES)
@@ -21,7 +21,7 @@ ONE_THREAD_BYTES = 1 << 18
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _threads(context: Any) -> Any:
+def threads_of_loops(context: Any) -> Any:
     """Return the number of threads of a parallel loop. Code that calls Numba's own function for it cannot be cached."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -31,28 +31,35 @@ def _threads(context: Any) -> Any:
     return types.int64(), generate
 
 
-_LINE = 8
-"""Integers of 64 bits in a line of the caches: counters in one line would slow each other down."""
+LINE_BYTES = 64
+"""Bytes of a line of the caches: counters in one line would slow each other down."""
+
+
+@helper
+def take_blocks(block: Any, job: Any, count: Any, counters: Any, threads: Any, thread: Any) -> None:
+    """Call block(job, index) for the indexes that this thread takes, until none is left.
+
+    Each thread begins with its own run of consecutive indexes. A thread that has finished its own takes indexes of the
+    others, so that one whose processor is busy with something else does not hold up all. counters: address of a line of the
+    caches for each thread, which begins with a counter.
+    """
+    for turn in range(threads):
+        own = (thread + turn) % threads
+        first, end = own * count // threads, (own + 1) * count // threads
+        index = first + take_next(counters + LINE_BYTES * own)
+        while index < end:
+            call(block, (job, np.int64(index)))
+            index = first + take_next(counters + LINE_BYTES * own)
 
 
 @kernel("void(int64, int64, int64)", is_parallel=True)
 def parallel_for(block: Any, job: Any, count: Any) -> None:
-    """Call block(job, index) for each index below `count`.
-
-    Each thread takes one run of consecutive indexes. A thread that has finished its own takes indexes of the others, so that
-    one whose processor is busy with something else does not hold up all.
-    """
-    threads = _threads()
-    taken = np.zeros(threads * _LINE, np.int64)
+    """Call block(job, index) for each index below `count`."""
+    threads = threads_of_loops()
+    taken = np.zeros(threads * LINE_BYTES // 8, np.int64)
     counters = address_of(taken)
     for thread in numba.prange(threads):
-        for turn in range(threads):
-            own = (thread + turn) % threads
-            first, end = own * count // threads, (own + 1) * count // threads
-            index = first + take_next(counters + 8 * _LINE * own)
-            while index < end:
-                call(block, (job, np.int64(index)))
-                index = first + take_next(counters + 8 * _LINE * own)
+        take_blocks(block, job, count, counters, threads, thread)
     keep(taken)
 
 

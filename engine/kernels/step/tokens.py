@@ -11,9 +11,10 @@ import numba
 import numpy as np
 
 from engine.kernels.compiler.arithmetic import narrow, widen
-from engine.kernels.compiler.compiling import helper, kernel
-from engine.kernels.compiler.memory import address_of, call, halves, integers, keep, record_at
-from engine.kernels.compiler.parallel import kernels_at
+from engine.kernels.compiler.compiling import TABLE_OF_ADDRESSES, helper, kernel
+from engine.kernels.compiler.crew import CREW, begin_crew, end_crew, serve
+from engine.kernels.compiler.memory import address_of, aligned, call, halves, integers, keep, record_at
+from engine.kernels.compiler.parallel import LINE_BYTES, kernels_at, threads_of_loops
 from engine.kernels.products import MATRIX
 from engine.kernels.step.layers import multiply, step_at
 
@@ -24,7 +25,9 @@ angles_at = record_at(ANGLES)
 _ANGLES_BYTES = ANGLES.itemsize
 TEXT = np.dtype(
     [
+        ("kernels", np.int64),  # the table of all kernels; STEP and the records in it have a copy
         ("step", np.int64),  # STEP
+        ("crew", np.int64),  # CREW of the threads that compute the step; 0 for none
         ("embedding", np.int64),  # [V, D] bfloat16; 0 where x is in place
         ("embeddings", np.int64),  # number of tokens that have one
         ("positions", np.int64),  # [T] int64
@@ -44,16 +47,21 @@ TEXT = np.dtype(
 text_at = record_at(TEXT)
 _FIELDS: Any = TEXT.fields
 _HEAD = _FIELDS["head"][1]
+KERNEL_COUNT = len(TABLE_OF_ADDRESSES.names or ())
+CREW_BYTES = CREW.itemsize
+ARGUMENTS = "void(int64, int64, int64, int64, int64)"
+"""The signature of the kernels below."""
 
 
-@kernel("void(int64, int64, int64, int64, int64)", calls=("decode", "products", "rms_norm", "centered_norm"))
+@kernel(ARGUMENTS, calls=("decode", "products", "rms_norm", "centered_norm"))
 def decode_tokens(address: Any, ids: Any, tokens: Any, hidden: Any, logits: Any) -> None:
     """Write the hidden states after the last norm [T, D], and the logits [T, V] unless their address is 0, both bfloat16.
 
     address: of TEXT. ids: address of the tokens [T], int64. tokens: T.
     """
     job, step = text_at(address), step_at(text_at(address).step)
-    step.tokens, table = tokens, kernels_at(step.kernels)
+    table = _own_table(job, step)
+    step.tokens = tokens
     if job.embedding != 0:
         _embed(job, step, ids)
         if job.refused != 0:
@@ -69,6 +77,37 @@ def decode_tokens(address: Any, ids: Any, tokens: Any, hidden: Any, logits: Any)
         ends[0] = job.vocabulary
         multiply(step, job.head_form, address + _HEAD, address_of(ends), 1, step.hidden, hidden, logits)
         keep(ends)
+
+
+@kernel(ARGUMENTS, calls=("decode_tokens", "crew_for"), is_parallel=True)
+def decode_together(address: Any, ids: Any, tokens: Any, hidden: Any, logits: Any) -> None:
+    """Do as `decode_tokens` does, with a crew of all threads."""
+    threads, compute = threads_of_loops(), kernels_at(text_at(address).kernels).decode_tokens
+    made = aligned(CREW_BYTES + threads * LINE_BYTES)
+    crew = address_of(made)
+    begin_crew(crew, threads, crew + CREW_BYTES)
+    text_at(address).crew = crew
+    for thread in numba.prange(threads):
+        if thread == 0:  # it comes before any other that the same thread of OpenMP has
+            call(compute, (address, ids, tokens, hidden, logits))
+            end_crew(crew)
+        else:
+            serve(crew, thread)
+    text_at(address).crew = 0
+    keep(made)
+
+
+@helper
+def _own_table(job: Any, step: Any) -> Any:
+    """Copy the table of all kernels for the records of this step, and return the copy. Its loops are those of the crew."""
+    all_K = numba.carray(integers(job.kernels), (KERNEL_COUNT,))
+    own_K = numba.carray(integers(step.kernels), (KERNEL_COUNT,))
+    for index in range(KERNEL_COUNT):
+        own_K[index] = all_K[index]
+    table = kernels_at(step.kernels)
+    if job.crew != 0:
+        table.parallel_for, table.crew = table.crew_for, job.crew
+    return table
 
 
 @helper
