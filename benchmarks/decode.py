@@ -8,7 +8,8 @@ measurements: memory bandwidth drifts within a minute, so contenders of equal bi
 transformers is measured with its defaults, and with the fastest of its implementations of experts in each test; long
 prompts, which are read in every second round, with those that compile no shape of their own. vLLM is timed in turn with
 this engine alone, after the others, because all do not fit into 24 GB. llama.cpp gets the same weights, as `compress export
---format gguf` writes them. Memory bandwidth is measured in each round too, by summing 1 GB with as many threads.
+--format gguf` writes them. Memory bandwidth is measured in turn with decoding too, by summing 1 GB with as many threads; a
+contender's share of it is the median of shares of two measurements of one turn.
 
 With `--hide avx512` nothing uses AVX-512, which shows the speed on a processor with AVX2 alone. llama.cpp must have been
 built without it: `GGML_NATIVE=OFF`. Layers compiled by torch.compile are left out then: torch 2.13 ends with a protection
@@ -255,8 +256,10 @@ class Contender:
         self._process.communicate()
 
 
-def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict[str, dict[str, Any]], list[float]]:
-    """Return rates by contender and test, the figures of our reports, and memory bandwidth in GB/s."""
+def measure(
+    directory: Path, rounds: int, setting: Setting
+) -> tuple[Rates, dict[str, dict[str, Any]], dict[str, list[float]]]:
+    """Return rates by contender and test, the figures of our reports, and memory bandwidth in GB/s by the turns' bits."""
     contenders = {title: Contender("ours", directory / name, setting) for title, name in OURS.items()}
     contenders[SKIPPING] = Contender("ours", directory / "bf16", setting, 1.0)
     contenders |= {f"llama.cpp {name}": Contender("llama.cpp", directory / f"{name}.gguf", setting) for name in LLAMA_TYPES}
@@ -267,7 +270,8 @@ def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict
     }
     rates: Rates = {}
     said: dict[str, dict[str, Any]] = {}
-    streams = []
+    streams: dict[str, list[float]] = {bits: [] for bits in BITS}
+    buffer = torch.ones(1 << 27, dtype=torch.int64)
 
     def time_once(title: str, test: str, place: int) -> None:
         said[title] = contenders[title].ask(test)
@@ -285,19 +289,20 @@ def measure(directory: Path, rounds: int, setting: Setting) -> tuple[Rates, dict
             for _ in range(TURNS):
                 for title in members:
                     time_once(title, DECODE, place)
+                if place:
+                    streams[bits].append(stream(buffer, setting.threads))
             for title in members:
                 time_once(title, TOGETHER, place)
             for test, names in implementations.items():
                 for name in names if DEFAULT in members and (place % 2 or test != LONG_PREFILL) else ():
                     time_once(holder(name), f"{test}:{name}", place)
-        streams.append(stream(setting.threads))
     for contender in contenders.values():
         contender.end()
     rates[BEST] = {
         test: max((rates[holder(name)][f"{test}:{name}"] for name in names), key=statistics.median)
         for test, names in implementations.items()
     }
-    return rates, said, streams[1:]
+    return rates, said, streams
 
 
 def measure_vllm(directory: Path, rounds: int, setting: Setting) -> Rates:
@@ -340,10 +345,9 @@ def speed_up(row: dict[str, Any], ours: list[float], test: str) -> str:
     return times(row[f"{test} ratio"], ours, theirs)
 
 
-def stream(threads: int) -> float:
+def stream(buffer: torch.Tensor, threads: int) -> float:
     """Return GB/s of reading memory with so many threads, the best of three."""
     torch.set_num_threads(threads)
-    buffer = torch.ones(1 << 27, dtype=torch.int64)
     best = 0.0
     for _ in range(3):
         started = time.perf_counter()
@@ -352,8 +356,10 @@ def stream(threads: int) -> float:
     return best
 
 
-def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], directory: Path) -> list[dict[str, Any]]:
-    """Return a row for each contender: its speeds, and the ratio of our speed at equal bits to each."""
+def rows(
+    rates: Rates, said: dict[str, dict[str, Any]], streams: dict[str, list[float]], directory: Path
+) -> list[dict[str, Any]]:
+    """Return a row for each contender: its speeds, the ratio of our speed at equal bits to each, and its share of memory."""
     made = []
     for bits, titles in BITS.items():
         for title in (*titles, *((VLLM, SKIPPING) if bits == "bf16" else ())):
@@ -363,7 +369,7 @@ def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], di
             row: dict[str, Any] = {"title": title, "bits": bits} | {test: statistics.median(found[test]) for test in TESTS}
             row |= {f"{test} ratio": ratio(ours[test], found[test]) for test in TESTS}
             read = bytes_per_token(title, said, directory)
-            row |= {"bytes_per_token": read, "share": read * row[DECODE] / 1e9 / statistics.median(streams)}
+            row |= {"bytes_per_token": read, "share": read / 1e9 * ratio(found[DECODE], streams[bits])}
             row |= {"skipped": said[title]["skipped"]} if title == SKIPPING else {}
             row |= {"ours": {test: ours[test] for test in TESTS}} if title == VLLM else {}
             made.append(row | {"rounds": {test: found[test] for test in TESTS}})
@@ -485,12 +491,18 @@ def main() -> None:
             store(directory, setting, rates, said, streams)
 
 
-def store(directory: Path, setting: Setting, rates: Rates, said: dict[str, dict[str, Any]], streams: list[float]) -> None:
+def store(
+    directory: Path, setting: Setting, rates: Rates, said: dict[str, dict[str, Any]], streams: dict[str, list[float]]
+) -> None:
     """Write the figures that are there, and the picture."""
     checkpoint = Checkpoint(directory / "bf16")
     config = checkpoint.raw_config
     figures = {"parameters": checkpoint.parameters, "experts": config["num_local_experts"]}
-    figures |= {"top_k": config["num_experts_per_tok"], "threads": setting.threads, "stream_gb_per_second": streams}
+    figures |= {
+        "top_k": config["num_experts_per_tok"],
+        "threads": setting.threads,
+        "stream_gb_per_second": [rate for each in streams.values() for rate in each],
+    }
     figures["rows"] = rows(rates, said, streams, directory)
     save(setting.result, figures, peers(setting.vllm_python))
     if setting.result == "decode":

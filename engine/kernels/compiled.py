@@ -21,7 +21,8 @@ from engine.kernels.attention.grouped import ATTENTION
 from engine.kernels.attention.latent import LATENT as LATENT_ATTENTION
 from engine.kernels.attention.prompts import PROMPT, attend_prompt
 from engine.kernels.compiler.cache_directory import cache_directory
-from engine.kernels.compiler.compiling import KERNELS, TABLE_OF_ADDRESSES, Kernel, prepare
+from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
+from engine.kernels.compiler.crew import OWN_TABLE
 from engine.kernels.compiler.instructions import LANES
 from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
@@ -486,7 +487,7 @@ def recurrent_table(
 
 def own_table() -> Any:
     """Return memory for a decoder's copy of the table of kernels, which its steps fill and its layers' records name."""
-    return np.zeros(1, TABLE_OF_ADDRESSES)
+    return np.zeros(1, OWN_TABLE)
 
 
 def step_record(

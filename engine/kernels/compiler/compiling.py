@@ -203,7 +203,7 @@ TABLE_OF_ADDRESSES = np.dtype(
             *("pack_experts_block", "unit_panels_block", "down_panels_block"),
             *("centered_norm", "mix_layer", "recurrent_layer", "choose_by_sigmoid", "scale_chosen"),
             *("latent_layer", "attend_latent", "latent_query_block", "latent_piece", "latent_value_block"),
-            *("crew_for", "crew"),  # the latter is the address of a CREW (crew.py), in a step's copy of the table
+            "crew_for",
         )
     ]
 )

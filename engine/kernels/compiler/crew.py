@@ -16,9 +16,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.compiler.compiling import helper, kernel
+from engine.kernels.compiler.compiling import TABLE_OF_ADDRESSES, helper, kernel
 from engine.kernels.compiler.memory import add_shared, integers, read_shared, record_at, write_shared
-from engine.kernels.compiler.parallel import LINE_BYTES, kernels_at, take_blocks
+from engine.kernels.compiler.parallel import LINE_BYTES, take_blocks
 from engine.kernels.compiler.processor import IS_ARM
 
 _LINE = LINE_BYTES // 8
@@ -34,6 +34,11 @@ CREW = np.dtype(
 crew_at = record_at(CREW)
 _FIELDS: Any = CREW.fields
 _OPEN, _BUSY = (_FIELDS[name][1] for name in ("open", "busy"))
+OWN_TABLE = np.dtype([*TABLE_OF_ADDRESSES.descr, ("crew", np.int64)])
+"""A step's copy of the table of kernels, and the address of its crew."""
+own_table_at = record_at(OWN_TABLE)
+_YIELD = 1
+"""ARM's number of the hint that a thread waits for another."""
 _PATIENCE = 4096
 """Number of looks at a shared integer after which a thread that waits lets others have its processor."""
 
@@ -43,8 +48,10 @@ def _pause(context: Any) -> Any:
     """Wait for a moment, in which another thread of the same core may run."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.asm(kind, "yield" if IS_ARM else "pause", "", [], side_effect=True)
+        number = ir.IntType(32)
+        name, given = ("llvm.aarch64.hint", [number(_YIELD)]) if IS_ARM else ("llvm.x86.sse2.pause", [])
+        kind = ir.FunctionType(ir.VoidType(), [each.type for each in given])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), given)
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -90,11 +97,11 @@ def end_crew(crew: Any) -> None:
 @kernel("void(int64, int64, int64)")
 def crew_for(block: Any, job: Any, count: Any) -> None:
     """Call block(job, index) for each index below `count`, as `parallel_for` does. The first integer of the job's record is
-    the address of a table with a crew.
+    the address of an OWN_TABLE.
 
     A thread that comes late finds the loop closed, and nobody waits for it.
     """
-    crew = kernels_at(integers(job)[0]).crew
+    crew = own_table_at(integers(job)[0]).crew
     own = crew_at(crew)
     counters = numba.carray(integers(own.counters), (own.threads * _LINE,))
     for thread in range(own.threads):

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.kernels.compiler.arithmetic import narrow, widen
 from engine.kernels.compiler.compiling import TABLE_OF_ADDRESSES, helper, kernel
-from engine.kernels.compiler.crew import CREW, begin_crew, end_crew, serve
+from engine.kernels.compiler.crew import CREW, begin_crew, end_crew, own_table_at, serve
 from engine.kernels.compiler.memory import address_of, aligned, call, halves, integers, keep, record_at
 from engine.kernels.compiler.parallel import LINE_BYTES, kernels_at, threads_of_loops
 from engine.kernels.products import MATRIX
@@ -106,7 +106,7 @@ def _own_table(job: Any, step: Any) -> Any:
         own_K[index] = all_K[index]
     table = kernels_at(step.kernels)
     if job.crew != 0:
-        table.parallel_for, table.crew = table.crew_for, job.crew
+        table.parallel_for, own_table_at(step.kernels).crew = table.crew_for, job.crew
     return table
 
 

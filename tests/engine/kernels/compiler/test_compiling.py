@@ -190,7 +190,9 @@ def test_a_bar_that_is_shown_needs_no_line(capfd: pytest.CaptureFixture[str]) ->
 def test_each_form_of_weights_has_kernels_of_its_own() -> None:
     plain, low_bit = ({kernel.name for kernel in kernels.needed(bits)} for bits in ((), (8,)))
     assert low_bit - plain == {"multiply_8", "prepare_8", "widen_8"} and plain < low_bit
-    assert "decode_together" in plain and "decode_together" not in {kernel.name for kernel in kernels.needed((), is_whole=False)}
+    assert "decode_together" in plain and "decode_together" not in {
+        kernel.name for kernel in kernels.needed((), is_whole=False)
+    }
 
 
 def test_every_kernel_that_another_calls_has_a_place_in_the_table() -> None:
