@@ -527,32 +527,31 @@ def step_record(
 
 def text_record(
     step: Any,
-    embedding: tuple[Address, int],
+    embedding: tuple[Place, Form, int],
     norm: Address,
-    head: Place,
-    head_form: Form,
-    vocabulary: int,
+    head: tuple[Place, Form, int],
     factors: tuple[float, float],
     positions_T: Any,
 ) -> Any:
     """Return the record of the steps from tokens to logits.
 
-    step: a `step_record`, which must live as long. embedding: address of the embeddings, [tokens, D] bfloat16, and how many
-    they are; zeros if x will be in place at each step. norm: address of the weight of the last norm. head, head_form: the
-    output head and its form. vocabulary: V. factors: of the embeddings and of the normed hidden states. positions_T: int64,
-    the positions at each step.
+    step: a `step_record`, which must live as long. embedding, head: addresses, form and number of rows of the embeddings and
+    of the output head; the addresses of embeddings are zeros if x will be in place at each step. norm: address of the weight
+    of the last norm. factors: of the embeddings and of the normed hidden states. positions_T: int64, the positions at each
+    step.
     """
     return _record(
         TEXT,
         kernels=TABLE_ADDRESS,
         step=_address(step),
         embedding=embedding[0],
-        embeddings=embedding[1],
-        vocabulary=vocabulary,
+        embedding_form=form_address(embedding[1]),
+        embeddings=embedding[2],
         positions=_address(positions_T),
         norm=norm,
-        head=head,
-        head_form=form_address(head_form),
+        head=head[0],
+        head_form=form_address(head[1]),
+        vocabulary=head[2],
         **dict(zip(("embedding_factor", "hidden_factor"), factors, strict=True)),
     )
 

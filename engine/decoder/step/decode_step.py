@@ -7,7 +7,8 @@ So are choices of experts other than the top-k of a softmax or of sigmoids. A de
 layer by layer instead. Such parts are norms with biases, factors of residuals, scaled inputs of experts, and observers of
 experts.
 
-Embeddings of tokens that are stored in blocks are read by torch before the call. Heads with a bias are multiplied after it.
+Embeddings in a form that the kernels do not widen are read by torch before the call. A head with a bias is multiplied after
+it.
 
 Shape suffixes: B batch, L new positions, T tokens, D hidden, V vocabulary, S slots, N experts.
 """

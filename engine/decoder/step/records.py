@@ -17,6 +17,7 @@ from engine.decoder.step.places import Places
 from engine.decoder.step.tables import Tables, tables_of
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS
 from engine.kernels.linear import addresses, as_bfloat16, kernel_form
+from engine.kernels.stored.quantized_weight import LowBitWeight, Weight
 
 
 @dataclass
@@ -56,20 +57,26 @@ def records_of(kernels: Any, decoder: Any) -> Records:
     step = kernels.step_record(
         table, x_TD.data_ptr(), tables.layers, scalars, config.hidden_size, functions, zero_centered=is_centered
     )
-    embeds = isinstance(decoder.embedding, Tensor) and kernel_form(kernels, [decoder.embedding]) == kernels.PLAIN
-    form = kernel_form(kernels, [decoder.head]) if decoder.head_bias_V is None else None
+    embedding, head = decoder.embedding, decoder.head
+    embedding_form = _embedding_form(kernels, embedding)
+    form = kernel_form(kernels, [head]) if decoder.head_bias_V is None else None
     text = kernels.text_record(
         step,
-        (decoder.embedding.data_ptr(), decoder.embedding.shape[0]) if embeds else (0, 0),
+        (addresses(embedding) if embedding_form else (0, 0), embedding_form or kernels.PLAIN, embedding.shape[0]),
         decoder.norm.data_ptr(),
-        (0, 0) if form is None else addresses(decoder.head),
-        kernels.PLAIN if form is None else form,
-        decoder.head.shape[0],
+        (addresses(head) if form else (0, 0), form or kernels.PLAIN, head.shape[0]),
         (decoder.embedding_factor, 1.0 / config.multipliers.logits),
         places.positions_T,
     )
     places.attach(text)
-    tables.kept.append([table, decoder.embedding, decoder.norm, decoder.head])
+    tables.kept.append([table, embedding, decoder.norm, head])
     blocks = {index: layer.feed_forward for index, layer in enumerate(layers) if isinstance(layer.feed_forward, MoeBlock)}
-    vocabulary = 0 if form is None else decoder.head.shape[0]
-    return Records(tables, layers, blocks, outside, places, x_TD, step, text, embeds, vocabulary)
+    vocabulary = 0 if form is None else head.shape[0]
+    return Records(tables, layers, blocks, outside, places, x_TD, step, text, embedding_form is not None, vocabulary)
+
+
+def _embedding_form(kernels: Any, embedding: Weight) -> Any:
+    """Return the form in which the kernels read single rows of embeddings; None if they cannot."""
+    if isinstance(embedding, LowBitWeight):
+        return embedding.widened_form(kernels)
+    return kernels.PLAIN if kernel_form(kernels, [embedding]) == kernels.PLAIN else None

@@ -17,6 +17,7 @@ from engine.kernels.compiler.memory import address_of, aligned, call, halves, in
 from engine.kernels.compiler.parallel import LINE_BYTES, kernels_at, threads_of_loops
 from engine.kernels.products import MATRIX
 from engine.kernels.step.layers import multiply, step_at
+from engine.kernels.stored.forms import form_at
 
 ANGLES = np.dtype([(name, np.int64) for name in ("cosines", "sines", "size", "cosine", "sine")])
 """Addresses of the cosines and sines of all positions [P, R] in bfloat16, R, and the addresses for those of a step's
@@ -28,8 +29,9 @@ TEXT = np.dtype(
         ("kernels", np.int64),  # the table of all kernels; STEP and the records in it have a copy
         ("step", np.int64),  # STEP
         ("crew", np.int64),  # CREW of the threads that compute the step; 0 for none
-        ("embedding", np.int64),  # [V, D] bfloat16; 0 where x is in place
-        ("embeddings", np.int64),  # number of tokens that have one
+        ("embedding", MATRIX),  # a row for each token; zeros where x is in place
+        ("embedding_form", np.int64),  # FORM
+        ("embeddings", np.int64),  # number of the rows
         ("positions", np.int64),  # [T] int64
         ("angles", np.int64),  # ANGLES of each kind of layer; there are none where the step's angles are in place
         ("kinds", np.int64),
@@ -62,7 +64,7 @@ def decode_tokens(address: Any, ids: Any, tokens: Any, hidden: Any, logits: Any)
     job, step = text_at(address), step_at(text_at(address).step)
     table = _own_table(job, step)
     step.tokens = tokens
-    if job.embedding != 0:
+    if job.embedding.values != 0:
         _embed(job, step, ids)
         if job.refused != 0:
             return
@@ -119,11 +121,15 @@ def _embed(job: Any, step: Any, ids: Any) -> None:
         if ids_T[token] < 0 or ids_T[token] >= job.embeddings:
             job.refused = 1
             return
-    x_TD = numba.carray(halves(step.x), (step.tokens, size))
+    x_TD, form = numba.carray(halves(step.x), (step.tokens, size)), form_at(job.embedding_form)
     for token in range(step.tokens):
-        own_D = numba.carray(halves(job.embedding + 2 * ids_T[token] * size), (size,))
-        for index in range(size):
-            x_TD[token, index] = own_D[index]
+        if form.widen != 0:
+            place = np.int64(job.embedding.values), np.int64(job.embedding.scales), form.group
+            call(form.widen, (*place, ids_T[token], np.int64(1), size, step.x + 2 * token * size))
+        else:
+            own_D = numba.carray(halves(job.embedding.values + 2 * ids_T[token] * size), (size,))
+            for index in range(size):
+                x_TD[token, index] = own_D[index]
     _scale(step.x, step.tokens * size, job.embedding_factor)
 
 

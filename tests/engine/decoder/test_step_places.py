@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_reference
+from kernels_for_tests import needs_integers
 from packages_for_tests import needs_numba
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.decoder.step import places
 from engine.kernels.kernel_choice import DECODING
+from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
 
 pytestmark = needs_numba
 DYNAMIC = {
@@ -79,6 +81,23 @@ def test_angles_that_depend_on_the_length_of_the_text(
     decoder = decoder_of(tmp_path, **changes)
     assert decoder.rotary.varies
     found = read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
+    assert torch.equal(found, by_layers(decoder, monkeypatch, TEXT, 24))
+
+
+@needs_integers
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stored_embeddings_are_widened_row_by_row(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_reference("granite", tmp_path, hidden_size=64)
+    checkpoint = Checkpoint(tmp_path)
+    source = checkpoint.source(torch.bfloat16)
+
+    def weights(name: str) -> Any:
+        return quantise(source(name), bits, 32, torch.bfloat16) if "embed" in name else source(name)
+
+    decoder = Decoder(checkpoint.config, weights)
+    found = read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
+    records = decoder._step._records
+    assert isinstance(decoder.embedding, QuantizedWeight) and records is not None and records.embeds
     assert torch.equal(found, by_layers(decoder, monkeypatch, TEXT, 24))
 
 
