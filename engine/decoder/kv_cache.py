@@ -216,6 +216,7 @@ class KeyValueCache:
 
     def extend(self, capacity: int) -> None:
         """Move to larger memory for `capacity` positions, layer by layer, to save memory."""
+        self.placement = object()
         for parts in (self.stored.keys, self.stored.values):
             for row, part in enumerate(parts):
                 parts[row] = part.new_zeros((*part.shape[:2], capacity, part.shape[3]))
@@ -224,7 +225,7 @@ class KeyValueCache:
         for row, part in enumerate(scales):
             scales[row] = part.new_zeros((*part.shape[:-1], capacity))
             scales[row][..., : self.length] = part[..., : self.length]
-        self.capacity, self.placement = capacity, object()
+        self.capacity = capacity
 
     def of_rows(self, rows_R: Tensor) -> KeyValueCache:
         """Return a copy of the cache with some of the sequences only. rows_R: int64 [R]."""

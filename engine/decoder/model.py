@@ -286,6 +286,17 @@ class Decoder(nn.Module):
             return final_BLD
         if (made := self._stepped(tokens_BL, real_BP, cache, choice, one_by_one)) is not None:
             return made[0]
+        return self._by_layers(tokens_BL, real_BP, cache, choice, one_by_one)
+
+    def _by_layers(
+        self,
+        tokens_BL: Tensor,
+        real_BP: Tensor | None,
+        cache: Cache | None,
+        choice: KernelChoice,
+        one_by_one: bool = False,
+    ) -> Tensor:
+        """Return what `hidden_states` returns, layer after layer."""
         x_BLD = self.embedded(tokens_BL)
         positions = self.positions(tokens_BL, real_BP, cache, one_by_one)._replace(choice=choice)
         for layer in self.layers:
@@ -317,6 +328,10 @@ class Decoder(nn.Module):
         if self.watch is not None:
             self.watch(made[0])
         return made
+
+    def check_length(self, length: int) -> None:
+        """Raise UnsupportedError for a text that is so long that the model's attention is sparse."""
+        _check_dense(self.config, length)
 
     def embedded(self, tokens_BL: Tensor) -> Tensor:
         """Return the first layer's input, [B, L, D]."""
@@ -383,12 +398,12 @@ class Decoder(nn.Module):
         """Return the logits of the last position only, [B, V]; L·V logits would take much memory."""
         if self.gpu_step is None and tokens_BL.shape[1] == 1:
             made = self._stepped(tokens_BL, real_BP, cache, choice, with_logits=True)
-            if made is not None:
-                hidden_BLD, logits_BLV = made
-                return (
-                    self.logits(hidden_BLD[:, 0], choice) if logits_BLV is None else capped(logits_BLV[:, 0], self.logit_cap)
-                )
-        return self.logits(self.hidden_states(tokens_BL, real_BP, cache, choice)[:, -1], choice)
+            hidden_BLD, logits_BLV = made or (self._by_layers(tokens_BL, real_BP, cache, choice), None)
+            if logits_BLV is not None:
+                return capped(logits_BLV[:, 0], self.logit_cap)
+        else:
+            hidden_BLD = self.hidden_states(tokens_BL, real_BP, cache, choice)
+        return self.logits(hidden_BLD[:, -1], choice)
 
     def step_logits(self, tokens_BL: Tensor, cache: KeyValueCache, choice: KernelChoice = TORCH) -> Tensor:
         """Return the logits [B, L, V] of new tokens that are read together, each with the result of reading it alone."""

@@ -24,7 +24,7 @@ from engine.kernels.compiler.cache_directory import cache_directory
 from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
 from engine.kernels.compiler.crew import OWN_TABLE
 from engine.kernels.compiler.instructions import LANES
-from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads
+from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads, uses_openmp
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.panels import multiplies_many
@@ -425,8 +425,11 @@ def attend_latent(
     return mixed_BHV
 
 
-def attention_records(layers: int, kind: int) -> Any:
-    """Return a record for each layer of a compiled step, to be filled in: of attention of the kind ATTENDS or LATENT."""
+def attention_records(layers: int, kind: int, table: Any) -> Any:
+    """Return a record for each layer of a compiled step, to be filled in: of attention of the kind ATTENDS or LATENT.
+
+    table: the `own_table` of the steps.
+    """
     records, kernel = {
         ATTENDS: (ATTENTION, step_attention.attend_steps),
         LATENT: (LATENT_ATTENTION, latent_layer),
@@ -434,7 +437,7 @@ def attention_records(layers: int, kind: int) -> Any:
     if layers:
         kernel.load()
     made = np.zeros(layers, records)
-    made["kernels"] = TABLE_ADDRESS
+    made["kernels"] = _address(table)
     return made
 
 
@@ -574,19 +577,19 @@ def decode_tokens(
     seen: tuple[Any, Any, Any, Any] | None = None,
     before_experts: tuple[Any, Any] | None = None,
     *,
-    is_alone: bool = True,
+    calls_nothing: bool = True,
 ) -> bool:
     """Compute one step. Returns False, and computes nothing, if a token has no embedding.
 
     text, step: of `text_record` and `step_record`. ids: int64 [T]. results: of the hidden states [T, D] and of the logits
     [T, V], bfloat16; the latter may be 0. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that
     receive the choices and weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts.
-    before_experts: a `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. is_alone: whether the
-    step calls nothing outside compiled code, which would need the threads.
+    before_experts: a `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. calls_nothing:
+    whether the step calls nothing outside compiled code, which would need the threads.
     """
     threads = threads_used()
     step["threads"], step["thresholds"] = threads, _address(thresholds_T)
-    is_shown = seen is not None or before_experts is not None
+    step["seen_chosen"], step["before_experts"] = 0, 0
     if seen is not None:
         step_layers.tell_observers.load()
         for name, array in zip(("seen_chosen", "seen_weights", "seen_inputs", "seen_logits"), seen, strict=True):
@@ -597,10 +600,9 @@ def decode_tokens(
         function, used_LTS = before_experts
         step["before_experts"], step["used"] = cast(function, c_void_p).value, _address(used_LTS)
         step["used_slots"] = used_LTS.shape[2]
-    decode = step_tokens.decode_together if is_alone and threads > 1 else step_tokens.decode_tokens
+    stay = calls_nothing and threads > 1 and uses_openmp()
+    decode = step_tokens.decode_together if stay else step_tokens.decode_tokens
     decode(_address(text), ids, tokens, *results)
-    if is_shown:
-        step["seen_chosen"], step["before_experts"] = 0, 0
     return not text["refused"][0]
 
 
@@ -651,7 +653,7 @@ def needed(
     """
     every = [kernel for each in dict.fromkeys((16, *kinds)) for kernel in form_kernels(each)]
     every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, grouped.attend]
-    every += [product_kernels.centered_norm] if zero_centered else []
+    every += [product_kernels.centered_norm] if zero_centered and not is_whole else []
     every += [step_tokens.decode_together] if is_whole else []
     every += [KERNELS[name] for name in mixers]
     many = [panels.panel_products, expert_panels.panel_swiglu, attend_prompt]

@@ -43,8 +43,8 @@ class DecodeStep:
         """decoder: a `model.Decoder`, which is read at the first step. It holds this object."""
         self._decoder = weakref.ref(decoder)
         self._records: Records | None = None
-        self._first = 0
-        """Address of the weight of the last norm; weights are moved all together or not at all."""
+        self._refused: Tensor | None = None
+        """The last norm of a decoder that the kernels do not know."""
         self._routings: list[Routing] | None = None
         self._is_served = False
         self._before: BeforeExperts | None = None
@@ -79,7 +79,9 @@ class DecodeStep:
             self._lock.release()
 
     def __reduce__(self) -> Any:
-        return DecodeStep, (self._decoder(),)  # a copy makes tables and functions of its own
+        decoder = self._decoder()
+        assert decoder is not None, "the decoder, which holds this object, is copied with it"
+        return DecodeStep, (decoder,)  # a copy makes tables and functions of its own
 
     def _computed(
         self,
@@ -90,39 +92,54 @@ class DecodeStep:
         with_logits: bool,
     ) -> tuple[Tensor, Tensor | None] | None:
         decoder, (batch, length) = self._decoder(), tokens_BL.shape
-        tokens = batch * length
-        if decoder is None or cache is None or (batch > 1 and length > 1) or tokens > COMPILED_MAX_ROWS:
-            return None
-        if (isinstance(cache, PagedBatch) and not cache.is_step) or cache.dtype not in COMPILED_DTYPES:
+        if decoder is None or cache is None or not _is_step(tokens_BL, cache):
             return None
         norm_D = decoder.norm
-        kernels = choice.for_few(tokens, norm_D)
-        own = None if kernels is None else self._known(kernels, decoder, norm_D.data_ptr())
+        kernels = choice.for_few(batch * length, norm_D)
+        own = None if kernels is None else self._known(kernels, decoder, norm_D)
         if own is None or (length > 1 and own.tables.recurrences):  # a state is of a sequence, not of a position
             return None
-        does, is_seen = self._prepare(kernels, own)
-        if not does:
+        is_known, is_seen = self._prepare(kernels, own)
+        if not is_known:
             return None
-        states = [(record, cache.state_addresses(layer)) for layer, record in own.tables.recurrences.items()]
-        for record, addresses_2B in states:
-            kernels.use_states(record, addresses_2B)
+        decoder.check_length(max(cache.past) + 1 if isinstance(cache, PagedBatch) else cache.length + length)
         positions = None
-        if self._calls or own.places.needs_positions or decoder.config.dense_positions is not None:
+        if self._calls or own.places.needs_positions:
             positions = decoder.positions(tokens_BL, None, cache, one_by_one)._replace(choice=choice)
-        x_BLD = own.x_TD[:tokens].view(batch, length, -1)
+        x_BLD = own.x_TD[: batch * length].view(batch, length, -1)
         if not own.embeds:
             x_BLD.copy_(decoder.embedded(tokens_BL))
         own.places.fill(cache, (batch, length), positions)
         hidden_BLD, logits_BLV = torch.empty_like(x_BLD), None
         if with_logits and own.vocabulary and choice.observer is None:
             logits_BLV = x_BLD.new_empty((batch, length, own.vocabulary))
+        own.outside.begin(x_BLD, positions, cache, self._calls)
+        is_done = self._run(kernels, own, tokens_BL, cache, (hidden_BLD, logits_BLV), is_seen=is_seen)
+        return (hidden_BLD, logits_BLV) if is_done else None
+
+    def _run(
+        self,
+        kernels: Any,
+        own: Records,
+        tokens_BL: Tensor,
+        cache: KeyValueCache | PagedBatch,
+        results: tuple[Tensor, Tensor | None],
+        *,
+        is_seen: bool,
+    ) -> bool:
+        """Run the kernels. Returns False if a token has no embedding: torch says which.
+
+        results: hidden states and logits, which are written. is_seen: whether observers see the choices of experts.
+        """
+        ids_BL, tokens, (hidden_BLD, logits_BLV) = tokens_BL.long().contiguous(), tokens_BL.numel(), results
+        states = [(record, cache.state_addresses(layer)) for layer, record in own.tables.recurrences.items()]
+        for record, addresses_2B in states:
+            kernels.use_states(record, addresses_2B)
         seen = self._seen(own, tokens) if is_seen else None
         before = self._before
         used_LTS = None if before is None else before.begin(len(own.layers), tokens, self._slots)
-        own.outside.begin(x_BLD, positions, cache, self._calls)
-        ids_BL = tokens_BL.contiguous()
         try:
-            is_done = kernels.decode_tokens(
+            is_done: bool = kernels.decode_tokens(
                 own.text,
                 own.step,
                 ids_BL.data_ptr(),
@@ -131,22 +148,22 @@ class DecodeStep:
                 self._thresholds(),
                 seen,
                 None if before is None else (before.function, used_LTS),
-                is_alone=not self._calls and before is None,
+                calls_nothing=not self._calls and before is None,
             )
         finally:
             errors = own.outside.end(), None if before is None else before.end()
-        if not is_done:  # torch says which token has no embedding
-            return None
+        if not is_done:
+            return False
         for error in errors:
             if error is not None:
                 raise error
         if seen is not None:
             self._tell(own, *seen)
-        return hidden_BLD, logits_BLV
+        return True
 
     def forget(self) -> None:
         """Make the next step read all weights anew: the tables hold copies of some in another dtype."""
-        self._first = 0
+        self._records = self._refused = None
 
     def serves(self, kernels: Any) -> bool:
         """Return whether the kernels know what the layers do, but for attention and the choice of experts."""
@@ -155,27 +172,30 @@ class DecodeStep:
             return False
         return all(serves_layer(kernels, layer) for layer in decoder.layers)
 
-    def _known(self, kernels: Any, decoder: Any, first: int) -> Records | None:
+    def _known(self, kernels: Any, decoder: Any, norm_D: Tensor) -> Records | None:
         """Return the records, made anew if weights or routings have changed; None if the kernels do not know the model.
 
-        first: address of the weight of the last norm.
+        norm_D: the weight of the last norm.
         """
-        if first != self._first:
-            self._first, self._routings = first, None
-            self._records = records_of(kernels, decoder) if self.serves(kernels) else None
-            self._before, self._is_served = None, False
         own = self._records
-        if own is None:
-            return None
+        if own is None or not own.are_of(norm_D):
+            if norm_D is self._refused:
+                return None
+            self._records = self._routings = self._before = None
+            if not self.serves(kernels):
+                self._refused = norm_D
+                return None
+            own = self._records = records_of(kernels, decoder)
         routings = [block.routing for block in own.blocks.values()]
         if self._routings is None or not all(map(is_, routings, self._routings)):
-            self._routings = routings
+            self._routings = None
             self._is_served = all(is_known(routing) or may_be_called(routing) for routing in routings)
             if self._is_served:
-                self._route(kernels, own)
+                self._route(kernels, own, routings)
+            self._routings = routings
         return own if self._is_served and not any(block.is_observed for block in own.blocks.values()) else None
 
-    def _route(self, kernels: Any, own: Records) -> None:
+    def _route(self, kernels: Any, own: Records, routings: list[Routing]) -> None:
         """Write the routings into the tables."""
         self._wide, self._rules, table = [], [], own.tables.layers
         for layer, block in own.blocks.items():
@@ -199,8 +219,7 @@ class DecodeStep:
                 row["keep"], row["restores"] = routing.keep, int(routing.normalise)
                 row["importance"] = np.inf if routing.importance_1 is None else float(routing.importance_1)
         kernels.load_parts(table)
-        assert self._routings is not None
-        self._skipping = next((routing for routing in self._routings if isinstance(routing, Skipping)), None)
+        self._skipping = next((routing for routing in routings if isinstance(routing, Skipping)), None)
         self._calls = _calls(kernels, table)
 
     def _prepare(self, kernels: Any, own: Records) -> tuple[bool, bool]:
@@ -248,6 +267,14 @@ class DecodeStep:
                 selection = Selection(*(torch.from_numpy(part[layer, :, :slots].copy()) for part in (chosen, weights)))
                 own_logits = np.ascontiguousarray(logits[layer, :, :experts])
                 block.observer(as_bfloat16(inputs[layer]), as_bfloat16(own_logits), selection)
+
+
+def _is_step(tokens_BL: Tensor, cache: KeyValueCache | PagedBatch) -> bool:
+    """Return whether kernels may read these tokens: the next of several sequences, or the next few of one sequence."""
+    batch, length = tokens_BL.shape
+    if batch * length > COMPILED_MAX_ROWS or (batch > 1 and length > 1) or cache.dtype not in COMPILED_DTYPES:
+        return False
+    return cache.is_step if isinstance(cache, PagedBatch) else True
 
 
 def _calls(kernels: Any, table: Any) -> int:

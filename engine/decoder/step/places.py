@@ -42,11 +42,13 @@ class _Angles:
         cosine, sine = self._rotary(torch.arange(first, last)[None], torch.bfloat16)
         return cosine[0, 0], sine[0, 0]
 
-    def grow(self, last: int) -> None:
-        """Let the table have so many positions."""
-        more = self._rows(len(self.cosines_PR), last)
+    def grow(self, last: int) -> tuple[Tensor, Tensor]:
+        """Let the table have so many positions. Returns the former table."""
         before = self.cosines_PR, self.sines_PR
-        self.cosines_PR, self.sines_PR = (torch.cat(both) for both in zip(before, more, strict=True))
+        starts = range(len(self.cosines_PR), last, ROWS_ADDED)
+        pieces = [before, *(self._rows(start, min(start + ROWS_ADDED, last)) for start in starts)]
+        self.cosines_PR, self.sines_PR = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        return before
 
     def take(self, angles: tuple[Tensor, Tensor], shape: tuple[int, int]) -> None:
         """Copy given angles, [B or 1, 1, L, R], to the step's rows. shape: B and L."""
@@ -98,7 +100,8 @@ class Places:
             last = max(cache.past) + 1
             key: tuple[Any, ...] = (cache.placement, batch, length, blocks_BM.shape[1], repeats)
             if key == self._key:
-                self._blocks[0][:] = blocks_BM
+                for own_BM in self._blocks:
+                    own_BM[:] = blocks_BM
         else:
             last = cache.length + length
             assert last <= cache.capacity, f"cache of {cache.capacity} positions is full"
@@ -109,20 +112,22 @@ class Places:
         if key != self._key:
             self._place(cache, shape)
             self._key = key
-        if positions is not None and self.needs_positions:
+        if self.needs_positions:
+            assert positions is not None, "angles that depend on more than their positions must be given"
             for kind, own in self._angles.items():
                 own.take(positions.turns(kind), shape)
         elif last > self._reached:
-            self._reach(last)
+            self._reach(last + -last % ROWS_ADDED)
 
     def _reach(self, last: int) -> None:
-        """Let the tables of angles have at least so many positions."""
-        self._reached = last + -last % ROWS_ADDED
+        """Let the tables of angles have so many positions."""
+        before = [own.grow(last) for own in self._angles.values()]
         for record, own in zip(self._records, self._angles.values(), strict=True):
-            own.grow(self._reached)
             record["cosines"], record["sines"] = own.cosines_PR.data_ptr(), own.sines_PR.data_ptr()
             record["cosine"], record["sine"] = own.cosine_TR.ctypes.data, own.sine_TR.ctypes.data
             record["size"] = own.cosines_PR.shape[1]
+        self._reached = last
+        del before  # the tables that the records named until now
 
     def _place(self, cache: KeyValueCache | PagedBatch, shape: tuple[int, int]) -> None:
         """Write the records of all layers that attend."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.decoder.experts import MoeBlock
@@ -41,6 +42,12 @@ class Records:
     """Whether the kernels read the embeddings. Otherwise they must lie in x."""
     vocabulary: int
     """V; 0 where the kernels do not compute logits."""
+    watched: list[tuple[Tensor, int]]
+    """Some weights, and where they lay when the records were made: layers are moved all together or not at all."""
+
+    def are_of(self, norm_D: Tensor) -> bool:
+        """Return whether the weights lie where they lay. norm_D: the decoder's last norm."""
+        return norm_D is self.watched[0][0] and all(weight.data_ptr() == place for weight, place in self.watched)
 
 
 def records_of(kernels: Any, decoder: Any) -> Records:
@@ -48,14 +55,12 @@ def records_of(kernels: Any, decoder: Any) -> Records:
     config, layers = decoder.config, decoder.layers
     tables, outside = tables_of(kernels, layers), Outside(kernels, layers)
     places = Places(kernels, tables, layers, decoder.rotary)
-    x_TD = as_bfloat16(np.zeros((COMPILED_MAX_ROWS, config.hidden_size), np.uint16))
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside of it
+        x_TD = as_bfloat16(np.zeros((COMPILED_MAX_ROWS, config.hidden_size), np.uint16))
     scalars, is_centered = (config.norm_epsilon, config.multipliers.residual), config.zero_centered
     functions = outside.functions
-    table = kernels.own_table()
-    for records in (tables.attention, tables.latent, *tables.recurrences.values()):
-        records["kernels"] = table.ctypes.data
     step = kernels.step_record(
-        table, x_TD.data_ptr(), tables.layers, scalars, config.hidden_size, functions, zero_centered=is_centered
+        tables.own, x_TD.data_ptr(), tables.layers, scalars, config.hidden_size, functions, zero_centered=is_centered
     )
     embedding, head = decoder.embedding, decoder.head
     embedding_form = _embedding_form(kernels, embedding)
@@ -69,10 +74,19 @@ def records_of(kernels: Any, decoder: Any) -> Records:
         places.positions_T,
     )
     places.attach(text)
-    tables.kept.append([table, embedding, decoder.norm, head])
+    norms = [_first_norm(layer) for layer in (layers[0], layers[-1])]
+    read = [weight for weight in (decoder.norm, embedding, head, *norms) if isinstance(weight, Tensor)]
+    tables.kept.append([embedding, head])
     blocks = {index: layer.feed_forward for index, layer in enumerate(layers) if isinstance(layer.feed_forward, MoeBlock)}
     vocabulary = 0 if form is None else head.shape[0]
-    return Records(tables, layers, blocks, outside, places, x_TD, step, text, embedding_form is not None, vocabulary)
+    watched = [(weight, weight.data_ptr()) for weight in read]
+    is_read = embedding_form is not None
+    return Records(tables, layers, blocks, outside, places, x_TD, step, text, is_read, vocabulary, watched)
+
+
+def _first_norm(layer: Any) -> Tensor:
+    norm: Tensor = layer.feed_forward_norm if layer.attention_norm is None else layer.attention_norm
+    return norm
 
 
 def _embedding_form(kernels: Any, embedding: Weight) -> Any:

@@ -25,8 +25,10 @@ from engine.kernels.stored.quantized_weight import Weight
 
 @dataclass
 class Tables:
-    """Tables from which the kernels read all layers; see `compiled.decode`."""
+    """Tables from which the kernels read all layers; see `compiled.step_record`."""
 
+    own: Any
+    """The steps' copy of the table of kernels, `compiled.own_table`."""
     layers: Any
     """Records of `step.layers.LAYER`, with addresses in the others."""
     experts: Any
@@ -122,7 +124,8 @@ def tables_of(kernels: Any, layers: Any) -> Tables:
     experts, shared = (kernels.expert_table(itertools.chain(*(rows for rows, _ in every))) for every in made)
     of_layers = [0 if layer.attention_norm is None else _mixes(kernels, layer) for layer in layers]
     counts = {kind: len(layers) if kind in of_layers else 0 for kind in (kernels.ATTENDS, kernels.LATENT)}
-    attention, latent = (kernels.attention_records(count, kind) for kind, count in counts.items())
+    copy = kernels.own_table()
+    attention, latent = (kernels.attention_records(count, kind, copy) for kind, count in counts.items())
     recurrences: dict[int, Any] = {}
     kept: list[Any] = [kept for every in made for _, kept in every]
     next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
@@ -141,6 +144,7 @@ def tables_of(kernels: Any, layers: Any) -> Tables:
             kept.append(_fill_latent(kernels, row, latent[number : number + 1], layer.attention))
         if row["mixes"] == kernels.RECURS:
             recurrences[number], parts = _fill_recurrence(kernels, row, layer.attention)
+            recurrences[number]["kernels"] = copy.ctypes.data
             kept.append(parts)
         if isinstance(layer.feed_forward, MoeBlock):
             _fill_experts(kernels, row, layer.feed_forward, own)
@@ -150,7 +154,7 @@ def tables_of(kernels: Any, layers: Any) -> Tables:
             row["shared"], row["shared_form"] = next_shared, kernels.form_address(_expert_form(kernels, [one]))
             row["shared_alpha"], row["shared_limit"] = _activation(kernels, one)
             next_shared += shared.itemsize
-    return Tables(table, experts, shared, attention, latent, recurrences, kept)
+    return Tables(copy, table, experts, shared, attention, latent, recurrences, kept)
 
 
 def _fill_attention(kernels: Any, row: Any, record: Any, attention: Attention) -> list[Any]:

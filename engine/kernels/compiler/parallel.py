@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numba
@@ -81,6 +82,13 @@ def use_threads(count: int) -> None:
     count = min(count, numba.config.NUMBA_NUM_THREADS)
     if numba.get_num_threads() != count:  # half the time of setting it
         numba.set_num_threads(count)
+
+
+@cache
+def uses_openmp() -> bool:
+    """Return whether parallel loops are OpenMP's. The first of its threads has the first index, whatever their number."""
+    numba.get_num_threads()  # Numba chooses at the first use
+    return bool(numba.threading_layer() == "omp")
 
 
 def threads_used() -> int:

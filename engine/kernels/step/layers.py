@@ -113,7 +113,7 @@ STEP = np.dtype(
     ],
     align=True,
 )
-"""Arguments of one decoding step."""
+"""Arguments of a decoder's steps. The record stays; fields that differ from step to step are written before each."""
 step_at = record_at(STEP)
 _PRODUCTS_BYTES, _EXPERTS_BYTES = PRODUCTS.itemsize, EXPERTS.itemsize
 

@@ -160,15 +160,15 @@ def test_a_failing_step_is_told_and_the_next_request_served(
     engine: Engine, loops: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = loops()
-    own, fails = engine.decoder.hidden_states, threading.Event()
+    own, fails = engine.decoder.last_logits, threading.Event()
 
-    def hidden_states(*arguments: Any) -> torch.Tensor:
+    def last_logits(*arguments: Any) -> torch.Tensor:
         if fails.is_set():
             fails.clear()
             raise MemoryError("no room\nfor 3 GB")
         return own(*arguments)
 
-    monkeypatch.setattr(engine.decoder, "hidden_states", hidden_states)
+    monkeypatch.setattr(engine.decoder, "last_logits", last_logits)
     listener = Listener()
     loop.submit(endless(), listener)
     listener.first()

@@ -371,6 +371,7 @@ def test_attention_that_is_called_back_gives_the_same_bits(
     step, taken = whole._step, served(whole, monkeypatch)
     for tokens_BL, at_once in ((TOKENS, 1), (TOKENS[:1], 3)):
         assert torch.equal(decoded(whole, tokens_BL, at_once), decoded(layers, tokens_BL, at_once))
+    assert torch.equal(served_together(whole, TOKENS), served_together(layers, TOKENS))
     assert taken and all(taken) and is_called_back(step)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import save_reference
-from kernels_for_tests import needs_integers
+from kernels_for_tests import kernels, needs_integers
 from packages_for_tests import needs_numba
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.block_pool import BlockTable
+from engine.decoder.kv_cache import KeyValueCache, position_bytes
 from engine.decoder.model import Decoder
-from engine.decoder.step import places
+from engine.decoder.paged_cache import PagedBatch, PagedCache
+from engine.decoder.step import places, records
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
 
@@ -96,8 +99,8 @@ def test_stored_embeddings_are_widened_row_by_row(bits: int, tmp_path: Path, mon
 
     decoder = Decoder(checkpoint.config, weights)
     found = read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
-    records = decoder._step._records
-    assert isinstance(decoder.embedding, QuantizedWeight) and records is not None and records.embeds
+    own = decoder._step._records
+    assert isinstance(decoder.embedding, QuantizedWeight) and own is not None and own.embeds
     assert torch.equal(found, by_layers(decoder, monkeypatch, TEXT, 24))
 
 
@@ -105,8 +108,8 @@ def test_tables_of_angles_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(places, "ROWS_ADDED", 5)
     decoder = decoder_of(tmp_path)
     found = read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
-    records = decoder._step._records
-    assert records is not None and records.places._reached == 25
+    own = decoder._step._records
+    assert own is not None and own.places._reached == 25
     assert torch.equal(found, by_layers(decoder, monkeypatch, TEXT, 24))
 
 
@@ -140,3 +143,80 @@ def test_a_full_cache_and_tokens_without_an_embedding_are_refused(tmp_path: Path
     read(decoder, TEXT[:, :2], cache)
     with pytest.raises(AssertionError, match="is full"):
         read(decoder, TEXT[:, 2:3], cache)
+
+
+def steps_of(decoder: Decoder, paged: PagedCache) -> Iterator[Tensor]:
+    """Yield the logits of each token of two texts in a paged cache."""
+    texts, tables = [TEXT[0].tolist(), TEXT[0].flip(0).tolist()], [BlockTable(), BlockTable()]
+    for place in range(TEXT.shape[1]):
+        for table in tables:
+            paged.pool.extend(table, place + 1)
+        tokens_B1 = torch.tensor([[text[place]] for text in texts])
+        with torch.inference_mode():
+            yield decoder.last_logits(tokens_B1, None, PagedBatch(paged, tables, None, [0, 0]), DECODING)
+        for text, table in zip(texts, tables, strict=True):
+            paged.pool.fill(table, text, place + 1)
+
+
+@pytest.mark.parametrize("changes", [{}, DYNAMIC], ids=["plain", "dynamic"])
+def test_paged_caches_and_others_in_turn(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(tmp_path, **changes)
+    both_BL = torch.cat([TEXT, TEXT.flip(1)])
+    expected = by_layers(decoder, monkeypatch, both_BL, 24)
+    size = position_bytes(decoder.config, torch.bfloat16) * 64
+    others = [steps_of(decoder, PagedCache(decoder.config, size, torch.bfloat16, block_size=4)) for _ in range(2)]
+    cache = KeyValueCache(decoder.config, 2, 24, torch.bfloat16)
+    for place in range(TEXT.shape[1]):
+        made = [read(decoder, both_BL[:, place : place + 1], cache)[:, 0], *map(next, others)]
+        assert all(torch.equal(each, expected[:, place]) for each in made)
+
+
+@pytest.mark.parametrize("part", ["head", "embedding", "norm"])
+def test_a_part_that_moves_alone_is_read_where_it_is(part: str, tmp_path: Path) -> None:
+    decoder = decoder_of(tmp_path, "mixtral")
+    read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
+    weight = getattr(decoder, part)
+    weight.data = 2 * weight.data
+    other = Decoder(decoder.config, Checkpoint(tmp_path).source(torch.bfloat16))
+    getattr(other, part).data.mul_(2)
+    made = [read(each, TEXT, KeyValueCache(each.config, 1, 24, torch.bfloat16)) for each in (decoder, other)]
+    assert torch.equal(*made)
+
+
+def test_an_interrupted_step_that_was_observed_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises an interrupt when the compiled call has returned, before what it wrote is taken back."""
+    decoder = decoder_of(tmp_path, "mixtral")
+    expected = read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
+    for block in decoder.moe_blocks:
+        block.observer = lambda *seen: None
+    own_type = type(kernels.KERNELS["decode_tokens"])
+    call = own_type.__call__
+
+    def interrupted(kernel: Any, *given: float) -> None:
+        call(kernel, *given)
+        raise KeyboardInterrupt
+
+    cache = KeyValueCache(decoder.config, 1, 24, torch.bfloat16)
+    with monkeypatch.context() as patched:
+        patched.setattr(own_type, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read(decoder, TEXT[:, :1], cache)
+    own = decoder._step._records
+    assert own is not None and own.step["seen_chosen"][0] != 0
+    for block in decoder.moe_blocks:
+        block.observer = None
+    assert torch.equal(read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16)), expected)
+    assert own.step["seen_chosen"][0] == 0
+
+
+def test_embeddings_that_torch_reads_with_and_without_inference_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(tmp_path)
+    monkeypatch.setattr(records, "_embedding_form", lambda *given: None)
+    found = read(decoder, TEXT, KeyValueCache(decoder.config, 1, 24, torch.bfloat16))
+    assert decoder._step._records is not None and not decoder._step._records.embeds
+    assert torch.equal(found, by_layers(decoder, monkeypatch, TEXT, 24))
+    with torch.no_grad():
+        cache = KeyValueCache(decoder.config, 1, 24, torch.bfloat16)
+        assert torch.equal(decoder.last_logits(TEXT[:, :1], None, cache, DECODING), found[:, 0])
