@@ -144,7 +144,7 @@ ALLOWED = {
     "they read 3.1 times as many bytes as one": "computed from the number of experts, for a choice at random",
     "at most 2.5 times its tokens": "the same computation",
     "The estimate is 0.7 times the": "a constant of the code",
-    "it is 1.5 times as fast. `COMPRESS_KERNELS": "a limit of the code",
+    "it is twice as fast. `COMPRESS_KERNELS": "a limit of the code",
     "at 73 % of the speed at which": "a constant of the code",
     "if drafts gain at least 3 %": "a limit of the code",
     "where more than a quarter are others, the graphs are refused": "a limit of the code",
