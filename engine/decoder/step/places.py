@@ -121,6 +121,7 @@ class Places:
 
     def _reach(self, last: int) -> None:
         """Let the tables of angles have so many positions."""
+        self._reached = 0  # until all records name tables that exist
         before = [own.grow(last) for own in self._angles.values()]
         for record, own in zip(self._records, self._angles.values(), strict=True):
             record["cosines"], record["sines"] = own.cosines_PR.data_ptr(), own.sines_PR.data_ptr()
