@@ -14,6 +14,7 @@ from conftest import save_reference
 
 import engine.generation.generate
 from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.model import Decoder
 from engine.generation.generate import Engine
 from engine.generation.report import SkipCounter
 
@@ -69,13 +70,14 @@ def test_latent_attention_reads_longer_pieces_behind_a_long_text(tmp_path: Path,
     save_reference("deepseek_v2", tmp_path)
     opened = Engine.open(tmp_path, dtype="float32")
     tokens = torch.randint(3, 96, (1, 40), generator=torch.Generator().manual_seed(4))
-    sizes, hidden_states = [], opened.decoder.hidden_states
+    assert isinstance(opened.decoder, Decoder)
+    sizes, by_layers = [], opened.decoder._by_layers
 
     def seen(tokens_BL: torch.Tensor, *others: Any) -> torch.Tensor:
         sizes.append(tokens_BL.shape[1])
-        return hidden_states(tokens_BL, *others)
+        return by_layers(tokens_BL, *others)
 
-    monkeypatch.setattr(opened.decoder, "hidden_states", seen)
+    monkeypatch.setattr(opened.decoder, "_by_layers", seen)
     whole = opened.prefill(tokens, None, KeyValueCache(opened.checkpoint.config, 1, 40, torch.float32))
     monkeypatch.setattr(engine.generation.generate, "PREFILL_CHUNK", 3)
     monkeypatch.setattr(engine.generation.generate, "LONGEST_CHUNK", 6)
