@@ -24,7 +24,7 @@ from engine.kernels.compiler.cache_directory import cache_directory
 from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
 from engine.kernels.compiler.crew import OWN_TABLE
 from engine.kernels.compiler.instructions import LANES
-from engine.kernels.compiler.parallel import TABLE_ADDRESS, threads_used, use_threads, uses_openmp
+from engine.kernels.compiler.parallel import ONE_THREAD_BYTES, TABLE_ADDRESS, threads_used, use_threads, uses_openmp
 from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.panels import multiplies_many
@@ -95,6 +95,7 @@ __all__ = [
     "MULTIPLIES_BFLOAT16",
     "MULTIPLIES_INTEGERS",
     "NO_NORM",
+    "ONE_THREAD_BYTES",
     "OUTSIDE",
     "PLAIN",
     "RECURRENCES",
@@ -577,15 +578,15 @@ def decode_tokens(
     seen: tuple[Any, Any, Any, Any] | None = None,
     before_experts: tuple[Any, Any] | None = None,
     *,
-    calls_nothing: bool = True,
+    stays: bool = True,
 ) -> bool:
     """Compute one step. Returns False, and computes nothing, if a token has no embedding.
 
     text, step: of `text_record` and `step_record`. ids: int64 [T]. results: of the hidden states [T, D] and of the logits
     [T, V], bfloat16; the latter may be 0. thresholds_T: float32, the thresholds of adaptive skipping. seen: arrays that
     receive the choices and weights [layers, T, S], the inputs [layers, T, D] and the logits [layers, T, N] of the experts.
-    before_experts: a `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. calls_nothing:
-    whether the step calls nothing outside compiled code, which would need the threads.
+    before_experts: a `step.experts.BEFORE_EXPERTS`, and the int64 array [layers, T, U] of the choices. stays: whether
+    the threads stay with the step. They must not where it calls Python, which may need them.
     """
     threads = threads_used()
     step["threads"], step["thresholds"] = threads, _address(thresholds_T)
@@ -600,8 +601,8 @@ def decode_tokens(
         function, used_LTS = before_experts
         step["before_experts"], step["used"] = cast(function, c_void_p).value, _address(used_LTS)
         step["used_slots"] = used_LTS.shape[2]
-    stay = calls_nothing and threads > 1 and uses_openmp()
-    decode = step_tokens.decode_together if stay else step_tokens.decode_tokens
+    together = stays and threads > 1 and uses_openmp()
+    decode = step_tokens.decode_together if together else step_tokens.decode_tokens
     decode(_address(text), ids, tokens, *results)
     return not text["refused"][0]
 

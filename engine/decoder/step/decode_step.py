@@ -148,7 +148,7 @@ class DecodeStep:
                 self._thresholds(),
                 seen,
                 None if before is None else (before.function, used_LTS),
-                calls_nothing=not self._calls and before is None,
+                stays=own.is_large and not self._calls and before is None,
             )
         finally:
             errors = own.outside.end(), None if before is None else before.end()

@@ -42,6 +42,8 @@ class Records:
     """Whether the kernels read the embeddings. Otherwise they must lie in x."""
     vocabulary: int
     """V; 0 where the kernels do not compute logits."""
+    is_large: bool
+    """Whether a layer reads so much that its loops are shared among threads, on average."""
     watched: list[tuple[Tensor, int]]
     """Some weights, and where they lay when the records were made: layers are moved all together or not at all."""
 
@@ -81,7 +83,9 @@ def records_of(kernels: Any, decoder: Any) -> Records:
     vocabulary = 0 if form is None else head.shape[0]
     watched = [(weight, weight.data_ptr()) for weight in read]
     is_read = embedding_form is not None
-    return Records(tables, layers, blocks, outside, places, x_TD, step, text, is_read, vocabulary, watched)
+    read_bytes = decoder.bytes_read_per_token([0.0] * len(blocks)) / (len(layers) + 1)
+    is_large = read_bytes >= kernels.ONE_THREAD_BYTES
+    return Records(tables, layers, blocks, outside, places, x_TD, step, text, is_read, vocabulary, is_large, watched)
 
 
 def _first_norm(layer: Any) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from conftest import save_reference
 from kernels_for_tests import kernels, needs_integers
 from packages_for_tests import needs_numba
+from rotary_for_tests import DYNAMIC, LONGROPE
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -23,22 +24,6 @@ from engine.kernels.kernel_choice import DECODING
 from engine.kernels.stored.quantized_weight import QuantizedWeight, quantise
 
 pytestmark = needs_numba
-DYNAMIC = {
-    "head_dim": 8,
-    "max_position_embeddings": 12,
-    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-}
-LONGROPE = {
-    "head_dim": 8,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-        "original_max_position_embeddings": 12,
-    },
-}
 TEXT = torch.randint(3, 96, (1, 24), generator=torch.Generator().manual_seed(2))
 
 

@@ -11,29 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_reference
+from rotary_for_tests import DYNAMIC, LONGROPE
 
 import engine.generation.generate
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.generation.generate import Engine
 from engine.generation.report import SkipCounter
-
-LONGROPE = {
-    "head_dim": 8,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-        "original_max_position_embeddings": 16,
-    },
-}
-DYNAMIC = {
-    "head_dim": 8,
-    "max_position_embeddings": 16,
-    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-}
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 1e-3)])
