@@ -135,7 +135,6 @@ __all__ = [
     "step_record",
     "swiglu",
     "text_record",
-    "use_angles",
     "use_states",
     "use_threads",
 ]
@@ -536,13 +535,14 @@ def text_record(
     head: tuple[Place, Form, int],
     factors: tuple[float, float],
     positions_T: Any,
+    angles: Any,
 ) -> Any:
     """Return the record of the steps from tokens to logits.
 
     step: a `step_record`, which must live as long. embedding, head: addresses, form and number of rows of the embeddings and
     of the output head; the addresses of embeddings are zeros if x will be in place at each step. norm: address of the weight
     of the last norm. factors: of the embeddings and of the normed hidden states. positions_T: int64, the positions at each
-    step.
+    step. angles: records of ANGLES, with which a step copies the angles of its positions; both must live as long.
     """
     return _record(
         TEXT,
@@ -552,20 +552,14 @@ def text_record(
         embedding_form=form_address(embedding[1]),
         embeddings=embedding[2],
         positions=_address(positions_T),
+        angles=_address(angles),
+        kinds=len(angles),
         norm=norm,
         head=head[0],
         head_form=form_address(head[1]),
         vocabulary=head[2],
         **dict(zip(("embedding_factor", "hidden_factor"), factors, strict=True)),
     )
-
-
-def use_angles(text: Any, angles: Any) -> None:
-    """Let the steps of a `text_record` copy the angles of their positions.
-
-    angles: records of ANGLES, which must live as long.
-    """
-    text["angles"], text["kinds"] = _address(angles), len(angles)
 
 
 def decode_tokens(

@@ -79,17 +79,13 @@ class Places:
         self.needs_positions = any(own.varies for own in rotaries.values())
         """Whether angles depend on more than their positions, so that `fill` must be given them."""
         self._angles = {kind: _Angles(own) for kind, own in rotaries.items()}
-        self._records = np.zeros(0 if self.needs_positions else len(self._angles), kernels.ANGLES)
-        self._kernels = kernels
+        self.angles = np.zeros(0 if self.needs_positions else len(self._angles), kernels.ANGLES)
+        """Records with which a step copies the angles of its positions; there are none where `fill` is given them."""
         self.positions_T = np.zeros(COMPILED_MAX_ROWS, np.int64)
         self._blocks: list[Any] = []
         self._key: tuple[Any, ...] | None = None
         self._reached = 0
         """Number of positions that the tables of angles have."""
-
-    def attach(self, text: Any) -> None:
-        """Let the steps of a `compiled.text_record` copy the angles of their positions."""
-        self._kernels.use_angles(text, self._records)
 
     def fill(self, cache: KeyValueCache | PagedBatch, shape: tuple[int, int], positions: Positions | None) -> None:
         """Write the places of new positions. shape: B and L."""
@@ -123,7 +119,7 @@ class Places:
         """Let the tables of angles have so many positions."""
         self._reached = 0  # until all records name tables that exist
         before = [own.grow(last) for own in self._angles.values()]
-        for record, own in zip(self._records, self._angles.values(), strict=True):
+        for record, own in zip(self.angles, self._angles.values(), strict=True):
             record["cosines"], record["sines"] = own.cosines_PR.data_ptr(), own.sines_PR.data_ptr()
             record["cosine"], record["sine"] = own.cosine_TR.ctypes.data, own.sine_TR.ctypes.data
             record["size"] = own.cosines_PR.shape[1]

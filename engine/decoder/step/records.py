@@ -74,8 +74,8 @@ def records_of(kernels: Any, decoder: Any) -> Records:
         (addresses(head) if form else (0, 0), form or kernels.PLAIN, head.shape[0]),
         (decoder.embedding_factor, 1.0 / config.multipliers.logits),
         places.positions_T,
+        places.angles,
     )
-    places.attach(text)
     norms = [_first_norm(layer) for layer in (layers[0], layers[-1])]
     read = [weight for weight in (decoder.norm, embedding, head, *norms) if isinstance(weight, Tensor)]
     tables.kept.append([embedding, head])
