@@ -53,6 +53,7 @@ def _bench_models(given: Given, options: BenchOptions) -> Figures:
         kv_cache_dtype=options.kv_cache_dtype,
         memory_limit=options.memory_limit,
         miss_threshold=options.miss_threshold,
+        mmap=options.mmap,
     )
     given.say(format_rows(rows, options.output_format))
     return {"rows": rows}
@@ -108,6 +109,7 @@ def _bench_concurrency(given: Given, options: BenchOptions) -> Figures:
         kv_cache_dtype=options.kv_cache_dtype,
         memory_limit=options.memory_limit,
         miss_threshold=options.miss_threshold,
+        mmap=options.mmap,
         progress=progress_bar,
     )
     rows = bench_concurrency(

@@ -74,6 +74,7 @@ class BenchSpec(Spec):
     kv_cache_dtype: str = OpenOptions.kv_cache_dtype
     memory_limit: int | None = OpenOptions.memory_limit
     miss_threshold: float = OpenOptions.miss_threshold
+    mmap: bool = OpenOptions.mmap
     experts_implementation: str | None = None
     """For transformers: one of EXPERTS_IMPLEMENTATIONS; None for its own choice."""
 
@@ -150,7 +151,9 @@ class TorchBackend:
             kv_cache_dtype=spec.kv_cache_dtype,
             memory_limit=spec.memory_limit,
             miss_threshold=spec.miss_threshold,
+            mmap=spec.mmap,
         )
+        self._engine.prepare()
         self.load_seconds = self._engine.load_seconds
         self.checkpoint, self.device, self.dtype = self._engine.checkpoint, self._engine.device, self._engine.dtype
         self.weights_bytes = self._engine.weights_bytes

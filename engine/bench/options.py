@@ -77,6 +77,7 @@ class BenchOptions:
     kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
     memory_limit: int | None = like(OpenOptions, "memory_limit")
     miss_threshold: float = like(OpenOptions, "miss_threshold")
+    mmap: bool = like(OpenOptions, "mmap")
     load: LoadOptions | None = field(default=None, metadata=declared_part(LoadOptions))
     device: str = like(OpenOptions, "device")
     dtype: str = like(OpenOptions, "dtype")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.families.config import DecoderConfig
+from engine.files.huge_pages import zeros
 
 KV_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _LARGEST = 127
@@ -79,8 +80,8 @@ def allocated(
     keys, values, scales = list[Tensor](), list[Tensor](), list[Tensor]()
     for groups, key, value in map(config.cached_by, config.caching_layers):
         shape = (*before, groups, positions)
-        keys.append(torch.zeros((*shape, key), dtype=dtype, device=device))
-        values.append(torch.zeros((*shape, value), dtype=dtype, device=device))
+        keys.append(zeros((*shape, key), dtype, device))
+        values.append(zeros((*shape, value), dtype, device))
         if dtype == torch.int8:
             scales.append(torch.zeros((2, *shape), device=device))
     return Stored(keys, values, scales or None)

@@ -5,6 +5,7 @@ A subclass reads and checks its header when it is opened; tensors are then read 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 import os
@@ -80,6 +81,8 @@ class MappedFile:
         self._map: mmap.mmap | None = None
         self._is_served = False
         """Whether tensors come from memory that this file did not map."""
+        self._kept: list[tuple[int, int]] = []
+        """Parts of the mapping that `release` leaves alone, in order."""
         with reading(path, self.what) as file:
             self._identity = _identity(file)
             self.size = self._identity[2]
@@ -98,6 +101,17 @@ class MappedFile:
     def serve_from(self, memory: mmap.mmap) -> None:
         """Return tensors from `memory`, which has the file's layout and which the caller fills, and never release it."""
         self._map, self._is_served = memory, True
+
+    @property
+    def address(self) -> int | None:
+        """Address of the mapping; None for a file that has not mapped its tensors."""
+        if self._map is None or self._is_served:
+            return None
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def keep(self, begin: int, end: int) -> None:
+        """Let `release` leave a part of the mapping alone, from page to page: something else than the file is there."""
+        self._kept = sorted([*self._kept, (begin, end)])
 
     def check_unchanged(self, file: BinaryIO) -> None:
         """Raise CheckpointError for a file that is not the one whose header was checked."""
@@ -142,8 +156,13 @@ class MappedFile:
 
         Changes in written pages would be lost. This is safe only because nothing writes to mapped tensors.
         """
-        if self._map is not None and not self._is_served:
-            self._map.madvise(mmap.MADV_DONTNEED)
+        if self._map is None or self._is_served:
+            return
+        place = 0
+        for begin, end in [*self._kept, (self.size, self.size)]:
+            if place < begin:
+                self._map.madvise(mmap.MADV_DONTNEED, place, begin - place)
+            place = max(place, end)
 
     def samples(self) -> Iterator[tuple[str, bytes]]:
         """Yield each tensor's name and a sample of its bytes: all bytes of a small tensor, a block of a larger one.
@@ -183,7 +202,7 @@ class MappedFile:
         memory.
         """
         if not self._is_served:
-            self._map = None
+            self._map, self._kept = None, []
 
 
 def state_of(files: Iterable[MappedFile]) -> str:

@@ -62,7 +62,9 @@ from engine.kernels.kernel_choice import (
     prepare_decoding,
 )
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
+from engine.passes.held_weights import hold_weights
 from engine.passes.library_pages import release_library_pages
+from engine.passes.memory_budget import free_memory_bytes
 from engine.progress import Progress, no_progress
 from engine.transformers_models.image_reader import ImagePrompt, ImageReader, check_vision
 
@@ -117,6 +119,8 @@ class Engine:
         """Rule by which requests skip experts (engine/decoder/skip_tables.py)."""
         self.kv_cache_dtype = decoder.dtype
         """Dtype of the KV cache."""
+        self.mmap = False
+        """Whether weights stay mapped files, as processes share them."""
         self.load_seconds = 0.0
         """Duration of `open` in seconds."""
         self.prompt_kernels, self.decoding_kernels = PROMPT, DECODING
@@ -149,6 +153,7 @@ class Engine:
         images: bool = False,
         memory_limit: int | None = OpenOptions.memory_limit,
         miss_threshold: float = OpenOptions.miss_threshold,
+        mmap: bool = OpenOptions.mmap,
         progress: Progress = no_progress,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are memory-mapped and not read, if device and dtype allow it.
@@ -162,7 +167,8 @@ class Engine:
         (Leviathan et al. 2023); or "mtp": the model's own layers for multi-token prediction. `images`: prompts may have
         images; transformers then runs the whole model, also one of a family that our own decoder runs. `memory_limit`: most
         resident bytes of the process; experts are then read when they are needed, and `miss_threshold` lets others take the
-        places of some that are not in memory (engine/expert_cache/missing.py). `progress`: shows the compilation of kernels,
+        places of some that are not in memory (engine/expert_cache/missing.py). `mmap`: `prepare`, which precedes the first
+        token, leaves the weights in mapped files. `progress`: shows the compilation of kernels,
         where there is any.
         """
         started = time.perf_counter()
@@ -225,7 +231,7 @@ class Engine:
             if isinstance(decoder, Decoder):
                 use_gpu_steps(decoder)
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
-        engine.expert_cache = expert_cache
+        engine.expert_cache, engine.mmap = expert_cache, mmap
         engine.kv_cache_dtype, engine.progress, engine.skip_rule = kept, progress, skip_rule
         engine.prompt_kernels, engine.decoding_kernels = PROMPT.with_threads(threads), DECODING.with_threads(threads)
         if images:
@@ -269,17 +275,26 @@ class Engine:
         return None
 
     def prepare(self) -> None:
-        """Load the kernels that this model decodes with, so that the first token does not wait for them.
+        """Load the kernels that this model decodes with, and the weights, so that the first token does not wait for them.
 
-        The pages of library code that were used to open the model are then released from memory.
+        Weights of a model that was opened without `mmap` are read into huge pages, if these leave half of the free memory.
+        The pages of library code that were used to open the model are then released.
         """
         if isinstance(self.decoder, Decoder):
             prepare_decoding(self.dtype, self.device, self.decoder.kernels_needed, self.progress)
         elif isinstance(self.decoder, AdaptedDecoder):
             self.decoder.prepare()
         if not self._is_prepared:
+            self._hold_weights()
             release_library_pages()
             self._is_prepared = True
+
+    def _hold_weights(self) -> None:
+        if self.mmap or self.expert_cache is not None or self.device.type != "cpu" or not isinstance(self.decoder, Decoder):
+            return
+        assert isinstance(self.checkpoint, Checkpoint)
+        own = () if self.prediction is None else self.prediction.parameters()
+        hold_weights(self.checkpoint.files, (*self.decoder.weights, *own), free_memory_bytes() // 2)
 
     @cached_property
     def cache_sizes(self) -> tuple[int, int]:

@@ -68,6 +68,12 @@ class OpenOptions:
         help="With --memory-limit, let the best expert in memory take the place of one that is not, where less than this "
         "share of the token's weights is lost by that; 0 reads every expert.",
     )
+    mmap: bool = option(
+        False,
+        group=MACHINE,
+        help="Leave the weights in mapped files, which processes share, and do not read them into memory of the process's "
+        "own, which is faster to decode from.",
+    )
     checksums: bool = option(False, group=MACHINE, help="First compare every file with the artifact's checksums.")
     draft: str | None = option(
         None,

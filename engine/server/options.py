@@ -47,6 +47,7 @@ class ServeOptions:
         "models, the least recently used ones leave for another one.",
     )
     miss_threshold: float = like(OpenOptions, "miss_threshold")
+    mmap: bool = like(OpenOptions, "mmap")
     host: str = option("127.0.0.1", group=ADDRESS, help="Address to listen on; 0.0.0.0 for all.")
     port: int = option(8000, group=ADDRESS, minimum=0, maximum=65535, help="Port to listen on; 0 for a free one.")
     api_keys: tuple[str, ...] = option(

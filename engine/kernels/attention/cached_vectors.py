@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.attention.instructions import scores_tile, weigh, weigh_pairs, widen_integers
+from engine.kernels.attention.instructions import fetch_bytes, scores_tile, weigh, weigh_pairs, widen_integers
 from engine.kernels.compiler.arithmetic import narrow, widen
 from engine.kernels.compiler.compiling import helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, keep, signed_bytes
@@ -25,46 +25,76 @@ BFLOAT16_BYTES = 2
 LARGEST_INTEGER, SMALLEST_SCALE = np.float32(127.0), np.finfo(np.float32).tiny
 """As in `kv_cache.to_int8`."""
 PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else ()
+NO_MORE = (0, 0, 0)
+"""No further cache."""
 FEW_QUERIES, WIDENED = 4, 32
 """A tile of up to FEW_QUERIES queries widens integers itself. For more, WIDENED vectors at a time are widened once."""
+KEYS_AT_ONCE = 16
+"""Keys that all queries are multiplied with before the next keys, so that they come from the first-level cache."""
+MANY_QUERIES = 8
+"""Number of queries from which each tile of them prefetches its share of the next keys, not the first tile all of them."""
 _FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
 _ONE_OF_ONE = weigh(1, 1)
-_FOUR_KEYS_OF_4, _EIGHT_KEYS_OF_2, _MANY_KEYS_OF_1, _ONE_KEY = (
-    *(scores_tile(4, 4), scores_tile(8, 2)),
-    *(scores_tile(16, 1), scores_tile(1, 1)),
+_FOUR_KEYS_OF_4, _FETCHED_KEYS_OF_4, _EIGHT_KEYS_OF_2, _MANY_KEYS_OF_1, _ONE_KEY = (
+    *(scores_tile(4, 4), scores_tile(4, 4, fetches=True), scores_tile(8, 2, fetches=True)),
+    *(scores_tile(16, 1, fetches=True), scores_tile(1, 1)),
 )
-_FOUR_PAIRS_OF_MANY, _ONE_PAIR_OF_MANY, _FOUR_PAIRS, _ONE_PAIR = (
+_EIGHT_NEAR_PAIRS, _EIGHT_PAIRS, _FOUR_PAIRS_OF_MANY, _ONE_PAIR_OF_MANY, _FOUR_PAIRS, _ONE_PAIR = (
+    *(weigh_pairs(8, 1, fetches=False), weigh_pairs(8, 1)),
     *(weigh_pairs(4, 2), weigh_pairs(1, 2)),
     *(weigh_pairs(4, 1), weigh_pairs(1, 1)),
 )
 
 
-@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def multiply_keys(keys: Any, width: Any, size: Any, count: Any, queries: Any, stride: Any, rows: Any, results: Any) -> None:
-    """Multiply `count` keys with `rows` bfloat16 queries. The size is a multiple of 32.
+@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def multiply_keys(
+    keys: Any,
+    queries: Any,
+    size: Any,
+    more_keys: Any,
+    more_queries: Any,
+    more_size: Any,
+    width: Any,
+    count: Any,
+    stride: Any,
+    rows: Any,
+    results: Any,
+) -> None:
+    """Multiply `count` keys with `rows` bfloat16 queries, and add the products of more keys and queries.
 
-    width: bytes of a number of a key. The product of key k and query r goes to place `k + r · stride` of the float32
-    results.
+    width: bytes of a number of a key. The sizes are multiples of 32; the further one may be 0. The product of key k and
+    query r goes to place `k + r · stride` of the float32 results.
     """
-    row = 0
-    while row < rows:
-        vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
-        own, key = queries + 2 * row * size, 0
-        while key < count:
-            k, y = keys + width * key * size, results + 4 * (row * stride + key)
-            if count - key >= 16 // vectors:
-                if vectors == 4:
-                    _FOUR_KEYS_OF_4(k, width, own, size, y, stride)
-                elif vectors == 2:
-                    _EIGHT_KEYS_OF_2(k, width, own, size, y, stride)
+    first = 0
+    share = 4 * width * size // (rows // 4) if rows >= MANY_QUERIES else 0
+    more_share = 4 * width * more_size // (rows // 4) if rows >= MANY_QUERIES else 0
+    while first < count:
+        end, row = min(first + KEYS_AT_ONCE, count), 0
+        while row < rows:
+            vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
+            own, more, key = queries + 2 * row * size, more_queries + 2 * row * more_size, first
+            while key < end:
+                k, m = keys + width * key * size, more_keys + width * key * more_size
+                y = results + 4 * (row * stride + key)
+                if end - key >= 16 // vectors:
+                    if vectors == 4 and share > 0:
+                        fetch_bytes(k + width * size * KEYS_AT_ONCE + row // 4 * share, share)
+                        fetch_bytes(m + width * more_size * KEYS_AT_ONCE + row // 4 * more_share, more_share)
+                        _FOUR_KEYS_OF_4(k, own, size, m, more, more_size, width, y, stride)
+                    elif vectors == 4:
+                        _FETCHED_KEYS_OF_4(k, own, size, m, more, more_size, width, y, stride)
+                    elif vectors == 2:
+                        _EIGHT_KEYS_OF_2(k, own, size, m, more, more_size, width, y, stride)
+                    else:
+                        _MANY_KEYS_OF_1(k, own, size, m, more, more_size, width, y, stride)
+                    key += 16 // vectors
                 else:
-                    _MANY_KEYS_OF_1(k, width, own, size, y, stride)
-                key += 16 // vectors
-            else:
-                for more in range(vectors):
-                    _ONE_KEY(k, width, own + 2 * more * size, size, y + 4 * more * stride, stride)
-                key += 1
-        row += vectors
+                    for each in range(vectors):
+                        x, z = own + 2 * each * size, more + 2 * each * more_size
+                        _ONE_KEY(k, x, size, m, z, more_size, width, y + 4 * each * stride, stride)
+                    key += 1
+            row += vectors
+        first = end
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -99,31 +129,40 @@ def add_weighted(x: Any, width: Any, size: Any, count: Any, weights: Any, positi
         row += 4 if four else 1
 
 
-@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def add_weighted_pairs(
-    x: Any, width: Any, size: Any, count: Any, weights: Any, positions: Any, rows: Any, results: Any
+    x: Any, width: Any, size: Any, count: Any, weights: Any, positions: Any, rows: Any, results: Any, near: Any
 ) -> None:
-    """`add_weighted` for bfloat16 weights, an even number of vectors, and sizes that are multiples of 32."""
+    """`add_weighted` for bfloat16 weights, an even number of vectors, and sizes that are multiples of 32.
+
+    near: whether the vectors were read just before, so that the caches hold them.
+    """
     row = 0
     while row < rows:
-        four = row + 4 <= rows
+        taken = 8 if row + 8 <= rows else (4 if row + 4 <= rows else 1)
         w = weights + 2 * row * positions
         first = 0
         while first < size:
             v, y = x + width * first, results + 4 * (row * size + first)
-            if first + 64 <= size:
-                if four:
+            if taken == 8 and near:
+                _EIGHT_NEAR_PAIRS(v, width, size, count, w, positions, y, size)
+                first += 32
+            elif taken == 8:
+                _EIGHT_PAIRS(v, width, size, count, w, positions, y, size)
+                first += 32
+            elif first + 64 <= size:
+                if taken == 4:
                     _FOUR_PAIRS_OF_MANY(v, width, size, count, w, positions, y, size)
                 else:
                     _ONE_PAIR_OF_MANY(v, width, size, count, w, positions, y, size)
                 first += 64
             else:
-                if four:
+                if taken == 4:
                     _FOUR_PAIRS(v, width, size, count, w, positions, y, size)
                 else:
                     _ONE_PAIR(v, width, size, count, w, positions, y, size)
                 first += 32
-        row += 4 if four else 1
+        row += taken
 
 
 @inline
@@ -210,41 +249,54 @@ def _widens(scales: Any, size: Any, rows: Any) -> Any:
     return scales != 0 and takes_pairs(size) and rows > FEW_QUERIES
 
 
+@inline
+def room_for_wide(cache: Any, rows: Any, positions: Any) -> Any:
+    """Return memory for so many vectors of bfloat16, [P, E], for `rows` queries; none where vectors are not widened."""
+    _, scales, size = cache
+    return np.empty((positions if _widens(scales, size, rows) else 0, size), np.uint16)
+
+
 @helper
-def score_keys(job: Any, cache: Any, blocks_M: Any, first: Any, queries: Any, scores_RP: Any) -> None:
+def score_keys(
+    job: Any, cache: Any, more: Any, blocks_M: Any, first: Any, queries: Any, more_queries: Any, scores_RP: Any, wide_WE: Any
+) -> None:
     """Write the products of the keys from position `first` on with the rotated queries, whose address is given.
 
-    Queries are bfloat16 where `takes_pairs` says so of their size, else float32.
+    Queries are bfloat16 where `takes_pairs` says so of their size, else float32. more, more_queries: a cache of bfloat16
+    keys whose products are added, where `takes_pairs` says so of both sizes; a size of 0 for none. wide_WE: from
+    `room_for_wide`, for all positions or for WIDENED ones; it then holds the last vectors.
     """
     start, scales, size = cache
+    more_start, _, more_size = more
     table, (rows, positions), width = kernels_at(job.kernels), scores_RP.shape, value_bytes(scales)
-    place, end, widens = first, first + positions, _widens(scales, size, rows)
-    wide, read = np.empty(WIDENED * size if widens else 0, np.uint16), BFLOAT16_BYTES if widens else width
+    place, end, widens = first, first + positions, wide_WE.shape[0] > 0
     while place < end:
-        count = _run(job, place, end)
-        keys = start + width * slot_of(job, blocks_M, place) * size
-        results = address_of(scores_RP) + 4 * (place - first)
+        count, slot = _run(job, place, end), slot_of(job, blocks_M, place)
+        keys, read, results = start + width * slot * size, width, address_of(scores_RP) + 4 * (place - first)
+        more_keys = more_start + width * slot * more_size
         if widens:
-            count = min(count, WIDENED)
-            widen_integers(keys, count * size, address_of(wide))
-            keys = address_of(wide)
+            used = (place - first) % wide_WE.shape[0]
+            count, wide = min(count, wide_WE.shape[0] - used), address_of(wide_WE) + BFLOAT16_BYTES * used * size
+            widen_integers(keys, count * size, wide)
+            keys, read = wide, BFLOAT16_BYTES
         if takes_pairs(size):
-            call(table.multiply_keys, (keys, read, size, count, queries, positions, rows, results))
+            own, others = (keys, queries, size), (more_keys, more_queries, more_size)
+            call(table.multiply_keys, (*own, *others, read, count, positions, rows, results))
         elif scales != 0:
             _multiply_integers(keys, size, count, queries, scores_RP, place - first)
         else:
             call(table.multiply_wide, (keys, 0, 1, count, size, queries, rows, results, positions))
         place += count
-    keep(wide)
     if scales != 0:
         _multiply_by_scales(job, scales, blocks_M, first, scores_RP)
 
 
 @helper
-def add_values(job: Any, cache: Any, blocks_M: Any, first: Any, weights_RP: Any, sums: Any) -> None:
+def add_values(job: Any, cache: Any, blocks_M: Any, first: Any, weights_RP: Any, sums: Any, wide_WE: Any, near: Any) -> None:
     """Write the sums of the values from position `first` on, times their weights, to the float32 results at `sums`.
 
-    The weights are multiplied by the scales of the values in place.
+    The weights are multiplied by the scales of the values in place. wide_WE: as in `score_keys`. near: whether
+    `score_keys` has just read these vectors; wide_WE, if it has room, then holds all of them.
     """
     start, scales, size = cache
     table, (rows, positions), width = kernels_at(job.kernels), weights_RP.shape, value_bytes(scales)
@@ -256,23 +308,23 @@ def add_values(job: Any, cache: Any, blocks_M: Any, first: Any, weights_RP: Any,
     for row in range(rows):
         for index in range(rounded_RP.shape[1]):
             rounded_RP[row, index] = narrow(weights_RP[row, index])
-    widens = _widens(scales, size, rows)
-    wide, read = np.empty(WIDENED * size if widens else 0, np.uint16), BFLOAT16_BYTES if widens else width
+    widens, is_wide = wide_WE.shape[0] > 0, wide_WE.shape[0] > 0 and near
     while place < end:
-        count = _run(job, place, end)
-        values = start + width * slot_of(job, blocks_M, place) * size
+        count = end - place if is_wide else _run(job, place, end)
         if takes_pairs(size):  # an odd position and the next one are no pair, in blocks and in contiguous memory
             count = 1 if place % 2 == 1 or count == 1 else count & -2
+        values, read = start + width * slot_of(job, blocks_M, place) * size, width
         if widens:
-            count = min(count, WIDENED)
-            widen_integers(values, count * size, address_of(wide))
-            values = address_of(wide)
+            used = (place - first) % wide_WE.shape[0]
+            count, wide = min(count, wide_WE.shape[0] - used), address_of(wide_WE) + BFLOAT16_BYTES * used * size
+            if not is_wide:
+                widen_integers(values, count * size, wide)
+            values, read = wide, BFLOAT16_BYTES
         if takes_pairs(size) and count > 1:
             weights = address_of(rounded_RP) + 2 * (place - first)
-            call(table.add_weighted_pairs, (values, read, size, count, weights, positions, rows, sums))
+            call(table.add_weighted_pairs, (values, read, size, count, weights, positions, rows, sums, np.int64(near)))
         else:
             weights = address_of(weights_RP) + 4 * (place - first)
             call(table.add_weighted, (values, read, size, count, weights, positions, rows, sums))
         place += count
-    keep(wide)
     keep(rounded_RP)

@@ -8,9 +8,12 @@ import numba
 import numpy as np
 
 from engine.kernels.attention.cached_vectors import (
+    NO_MORE,
     PRODUCTS,
+    WIDENED,
     add_values,
     keep_vector,
+    room_for_wide,
     score_keys,
     slot_of,
     takes_pairs,
@@ -173,12 +176,15 @@ def attend_piece(address: Any, work: Any) -> None:
     first = first_seen(job.window, past) + PIECE * piece
     scores_RP = np.empty((per_group, min(PIECE, past + 1 - first)), np.float32)
     prepared = address_of(rounded_RE) if takes_pairs(size) else address_of(query_RE)
-    score_keys(job, _of_group(job, job.keys, job.key_scales, group), blocks_M, first, prepared, scores_RP)
+    keys = _of_group(job, job.keys, job.key_scales, group)
+    wide_WE = room_for_wide(keys, per_group, WIDENED)
+    score_keys(job, keys, NO_MORE, blocks_M, first, prepared, 0, scores_RP, wide_WE)
     keep(query_RE)
     keep(rounded_RE)
     softmax_piece(scores_RP, job.scale, numba.carray(floats(job.totals + 8 * work * per_group), (per_group, 2)))
     values = _of_group(job, job.values, job.value_scales, group)
-    add_values(job, values, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size)
+    add_values(job, values, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size, wide_WE, False)
+    keep(wide_WE)
     if job.most == 1:
         _finish(job, sequence, group, work, 1)
 

@@ -188,25 +188,54 @@ def widen_integers(context: Any, address: Any, count: Any, target: Any) -> Any:
     return types.void(*[types.int64] * 3), generate
 
 
-def scores_tile(keys: int, queries: int) -> Any:
-    """Return a function of (address of keys, bytes of a number of a key, address of bfloat16 queries, their size E, address
-    of the results, stride).
-
-    The product of key k and query r goes to place `k + r · stride` of the float32 results. E is a multiple of 32. Every tile
-    adds up a product in the same order.
-    """
-
-    def tile(context: Any, keys_KE: Any, width: Any, queries_RE: Any, size: Any, results: Any, stride: Any) -> Any:
-        return types.void(*[types.int64] * 6), generate
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_bytes(context: Any, address: Any, count: Any) -> Any:
+    """Prefetch `count` bytes at an address, in steps of 256."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        key_address, width, *others = arguments
-        _of_either_width(builder, width, lambda own: emit(builder, key_address, own, *others))
+        address, count = arguments
+
+        def step(index: Any, _: list[Any]) -> list[Any]:
+            for line in range(0, 256, 64):
+                fetch(builder, builder.add(builder.add(address, index), INDEX(line)))
+            return []
+
+        loop(builder, INDEX(0), count, 256, [], step)
         return context.get_dummy_value()
 
-    def emit(
-        builder: Any, key_address: Any, width: int, query_address: Any, size: Any, result_address: Any, stride: Any
-    ) -> None:
+    return types.void(*[types.int64] * 2), generate
+
+
+def scores_tile(keys: int, queries: int, *, fetches: bool = False) -> Any:
+    """Return a function of (address of keys, address of bfloat16 queries, their size E, the same of more keys and queries,
+    bytes of a number of a key, address of the results, stride).
+
+    The product of key k and query r goes to place `k + r · stride` of the float32 results; the products of more keys and
+    queries are added to it. E is a multiple of 32, and may be 0 for the further ones. Every tile adds up a product in the
+    same order. fetches: whether the tile prefetches the keys.
+    """
+
+    def tile(
+        context: Any,
+        keys_KE: Any,
+        queries_RE: Any,
+        size: Any,
+        more_keys_KE: Any,
+        more_queries_RE: Any,
+        more_size: Any,
+        width: Any,
+        results: Any,
+        stride: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 9), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, more, (width, *to) = arguments[:3], arguments[3:6], arguments[6:]
+        _of_either_width(builder, width, lambda own: emit(builder, (first, more), own, *to))
+        return context.get_dummy_value()
+
+    def added(builder: Any, sums: list[Any], given: Any, width: int) -> list[Any]:
+        key_address, query_address, size = given
         key_rows = [at(builder, key_address, builder.mul(size, INDEX(k)), width) for k in range(keys)]
         query_rows = [at(builder, query_address, builder.mul(size, INDEX(r)), 2) for r in range(queries)]
 
@@ -215,13 +244,19 @@ def scores_tile(keys: int, queries: int) -> Any:
             made: list[Any] = [None] * len(sums)
             for k, row in enumerate(key_rows):
                 place = at(builder, row, index, width)
-                fetch(builder, builder.add(place, INDEX(AHEAD[16])))
+                if fetches:
+                    fetch(builder, builder.add(place, INDEX(AHEAD[16])))
                 key = _neighbors(builder, place) if width == 1 else load(builder, place, INTS)
                 for r, query in enumerate(queries_R):
                     made[r * keys + k] = add_pairs(builder, sums[r * keys + k], key, query)
             return made
 
-        sums = loop(builder, INDEX(0), size, _WIDE, [_all(0.0, LANES)] * (keys * queries), dots)
+        return loop(builder, INDEX(0), size, _WIDE, sums, dots)
+
+    def emit(builder: Any, parts: Any, width: int, result_address: Any, stride: Any) -> None:
+        sums = [_all(0.0, LANES)] * (keys * queries)
+        for given in parts:
+            sums = added(builder, sums, given, width)
         if keys * queries == 1:
             (total,) = added_up(builder, sums)
             builder.store(total, builder.inttoptr(result_address, FLOAT.as_pointer()), align=4)
@@ -294,8 +329,11 @@ def weigh(rows: int, size: int) -> Any:
     return _weigher(rows, 4, 1, size, 1, taking)
 
 
-def weigh_pairs(rows: int, parts: int) -> Any:
-    """Return a weigher of 32 · `parts` values with bfloat16 weights, two vectors at a time: their number is even."""
+def weigh_pairs(rows: int, parts: int, *, fetches: bool = True) -> Any:
+    """Return a weigher of 32 · `parts` values with bfloat16 weights, two vectors at a time: their number is even.
+
+    fetches: whether it prefetches the vectors.
+    """
     shorts = ir.VectorType(SHORT, _WIDE)
     halves = [[lane // 2 + half + (_WIDE if lane % 2 else 0) for lane in range(_WIDE)] for half in (0, LANES)]
     places_of_pairs = [ir.Constant(ir.VectorType(INT, _WIDE), own) for own in halves]
@@ -319,8 +357,9 @@ def weigh_pairs(rows: int, parts: int) -> Any:
             made: list[Any] = []
             for part in range(parts):
                 places = [at(builder, vector, INDEX(_WIDE * part), width) for vector in (first, second)]
-                for place in places:
-                    fetch(builder, builder.add(place, INDEX(AHEAD[16])))
+                if fetches:
+                    for place in places:
+                        fetch(builder, builder.add(place, INDEX(AHEAD[16])))
                 for pairs in pairs_of(builder, places, width):
                     made += [add_pairs(builder, sums[len(made) + r], pairs, weights[r]) for r in range(rows)]
             return made

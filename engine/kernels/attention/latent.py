@@ -13,15 +13,18 @@ import numpy as np
 
 from engine.kernels.attention.cached_vectors import (
     BFLOAT16_BYTES,
+    NO_MORE,
     PRODUCTS,
+    WIDENED,
     add_values,
     keep_vector,
+    room_for_wide,
     score_keys,
     slot_of,
     takes_pairs,
     value_bytes,
 )
-from engine.kernels.attention.grouped import NO_SINK, PIECE, angles_of, join_pieces, softmax_piece
+from engine.kernels.attention.grouped import NO_SINK, angles_of, join_pieces, softmax_piece
 from engine.kernels.compiler.arithmetic import narrow, wide_vector, widen
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.memory import address_of, call, floats, halves, integers, keep, record_at
@@ -63,6 +66,8 @@ any query attends, because sequences may be positions of one text."""
 latent_at = record_at(LATENT)
 HEADS = 16
 """Heads that share one read of a piece."""
+PIECE = 256
+"""Positions of a piece. The second-level cache has room for its latent vectors."""
 
 
 @helper
@@ -155,17 +160,25 @@ def latent_piece(address: Any, work: Any) -> None:
     head, first = part * HEADS, PIECE * piece
     rows, positions = min(HEADS, job.heads - head), min(PIECE, past + 1 - first)
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    scores_HP, more_HP = np.empty((rows, positions), np.float32), np.empty((rows, positions), np.float32)
+    scores_HP = np.empty((rows, positions), np.float32)
     query = sequence * job.heads + head
     absorbed = job.absorbed + query * job.rank * _bytes(job.rank)
     turned = job.turned + query * job.rotated * _bytes(job.rotated)
-    score_keys(job, _latents(job), blocks_M, first, absorbed, scores_HP)
-    score_keys(job, _rotated_keys(job), blocks_M, first, turned, more_HP)
-    for row in range(rows):
-        for position in range(positions):
-            scores_HP[row, position] += more_HP[row, position]
+    latents, keys = _latents(job), _rotated_keys(job)
+    wide_PC = room_for_wide(latents, rows, positions)
+    if job.key_scales == 0 and takes_pairs(job.rank) and takes_pairs(job.rotated):
+        score_keys(job, latents, keys, blocks_M, first, absorbed, turned, scores_HP, wide_PC)
+    else:
+        more_HP, wide_PR = np.empty((rows, positions), np.float32), room_for_wide(keys, rows, WIDENED)
+        score_keys(job, latents, NO_MORE, blocks_M, first, absorbed, 0, scores_HP, wide_PC)
+        score_keys(job, keys, NO_MORE, blocks_M, first, turned, 0, more_HP, wide_PR)
+        keep(wide_PR)
+        for row in range(rows):
+            for position in range(positions):
+                scores_HP[row, position] += more_HP[row, position]
     softmax_piece(scores_HP, job.scale, numba.carray(floats(job.totals + 8 * work * HEADS), (rows, 2)))
-    add_values(job, _latents(job), blocks_M, first, scores_HP, job.sums + 4 * work * HEADS * job.rank)
+    add_values(job, latents, blocks_M, first, scores_HP, job.sums + 4 * work * HEADS * job.rank, wide_PC, True)
+    keep(wide_PC)
 
 
 @kernel(BLOCK, calls=("multiply_wide", *PRODUCTS))
@@ -185,7 +198,8 @@ def latent_value_block(address: Any, work: Any) -> None:
     up = job.up + 2 * (head * (job.plain + job.value_size) + job.plain) * rank
     given, made, table = address_of(prepared), address_of(value_V), kernels_at(job.kernels)
     if takes_pairs(rank):
-        call(table.multiply_keys, (up, BFLOAT16_BYTES, rank, job.value_size, given, job.value_size, np.int64(1), made))
+        to = (BFLOAT16_BYTES, job.value_size, job.value_size, np.int64(1), made)
+        call(table.multiply_keys, (up, given, rank, *NO_MORE, *to))
     else:
         call(table.multiply_wide, (up, 0, 1, job.value_size, rank, given, 1, made, job.value_size))
     keep(prepared)

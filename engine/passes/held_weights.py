@@ -1,0 +1,142 @@
+"""Weights in huge pages of memory, in the place of mapped files, whose pages have 4 kB (engine/files/huge_pages.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.files.huge_pages import huge_page_bytes
+from engine.files.json_file import reading
+from engine.files.mapped_file import MappedFile
+from engine.passes.heap import of_libc
+
+LEAST_BYTES = 64 << 20
+"""Bytes of weights from which huge pages matter: the processor's caches and its table of pages hold less than that."""
+_COLLAPSE = 25
+"""MADV_COLLAPSE, which Linux has since 6.1."""
+_FIXED = 0x10
+"""MAP_FIXED of Linux."""
+_BYTES_OF_A_CALL = 8 << 20
+_MOST_THREADS = 4
+
+
+class _Span(NamedTuple):
+    """Some whole pages of a file."""
+
+    begin: int
+    end: int
+
+
+def hold_weights(files: Sequence[MappedFile], weights: Iterable[Tensor], most_bytes: int) -> bool:
+    """Read mapped weights into huge pages that take the place of the mapping; tensors stay where they are.
+
+    Other weights get huge pages where they are. The rest of each file stays mapped. No other thread may read the weights
+    meanwhile. Returns whether that was done: not where the system gives no huge pages, and not for weights of less than
+    LEAST_BYTES or more than `most_bytes`. Raises CheckpointError for a file that cannot be read; its weights are then lost.
+    """
+    size, every = huge_page_bytes() if of_libc("mmap") else 0, list(weights)
+    if not size or not LEAST_BYTES <= sum(weight.nbytes for weight in every) <= most_bytes:
+        return False
+    mapped = [(file, address) for file in files if (address := file.address) is not None]
+    elsewhere = [weight for weight in every if not any(_lies_in(weight, *each) for each in mapped)]
+    for weight in elsewhere:
+        _collapse(weight.data_ptr(), weight.data_ptr() + weight.nbytes, size)
+    for file, address in mapped:
+        _hold(file, address, _spans((weight for weight in every if _lies_in(weight, file, address)), address, size))
+    return True
+
+
+def _lies_in(weight: Tensor, file: MappedFile, address: int) -> bool:
+    return address <= weight.data_ptr() < address + file.size
+
+
+def _spans(weights: Iterable[Tensor], address: int, size: int) -> list[_Span]:
+    """Return the pages of a file that hold these weights, in as few parts as possible. size: of a huge page."""
+    page = mmap.PAGESIZE
+    spans: list[_Span] = []
+    for place, last in sorted((weight.data_ptr() - address, _last_byte(weight) - address) for weight in weights):
+        begin, end = place // page * page, (last // page + 1) * page
+        if spans and begin <= spans[-1].end + size:
+            begin, end = spans[-1].begin, max(end, spans.pop().end)
+        spans.append(_Span(begin, end))
+    return spans
+
+
+def _last_byte(weight: Tensor) -> int:
+    """Return the address of the last byte of a weight, whatever its strides are."""
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    return weight.data_ptr() + (last + 1) * weight.element_size() - 1
+
+
+def _hold(file: MappedFile, address: int, spans: Sequence[_Span]) -> None:
+    """Replace pages of a file's mapping, which begins at an address, by huge pages with the same content."""
+    if not spans:
+        return
+    with reading(file.path, file.what) as opened, ThreadPoolExecutor(_MOST_THREADS) as pool:
+        file.check_unchanged(opened)
+        waiting = []
+        for span in spans:
+            _clear(address + span.begin, span.end - span.begin)
+            file.keep(span.begin, span.end)
+            places = [*range(span.begin, min(span.end, file.size), _BYTES_OF_A_CALL), min(span.end, file.size)]
+            waiting += [pool.submit(_read, file, opened.fileno(), address, *each) for each in pairwise(places)]
+        for each in waiting:
+            each.result()
+
+
+def _clear(address: int, size: int) -> None:
+    """Map new memory at an address, in place of what was mapped there."""
+    own = _libc_mmap()(
+        address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED, -1, 0
+    )
+    if own != address:
+        raise MemoryError(f"{size} bytes of memory cannot be mapped")
+    _advise(address, size, mmap.MADV_HUGEPAGE)
+
+
+def _read(file: MappedFile, descriptor: int, address: int, begin: int, end: int) -> None:
+    """Read a part of a file to its place in memory."""
+    target = memoryview((ctypes.c_char * (end - begin)).from_address(address + begin)).cast("B")
+    place = begin
+    while place < end:
+        try:
+            count = os.preadv(descriptor, [target[place - begin :]], place)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise CheckpointError(f"{file.path}: weights cannot be read ({reason}); check the disk") from error
+        if count == 0:
+            raise CheckpointError(f"{file.path}: file became shorter while in use; start again once it is written")
+        place += count
+
+
+def _collapse(begin: int, end: int, size: int) -> None:
+    """Move what lies between two addresses to huge pages, as far as it fills them. A system that cannot changes nothing."""
+    first, last = -(-begin // size) * size, end // size * size
+    if first < last:
+        _advise(first, last - first, mmap.MADV_HUGEPAGE)
+        _advise(first, last - first, _COLLAPSE)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    advise = of_libc("madvise")
+    if advise is not None:
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advise(address, size, advice)
+
+
+@cache
+def _libc_mmap() -> Any:
+    function = of_libc("mmap")
+    assert function is not None, "hold_weights has looked for it"
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    function.restype = ctypes.c_void_p
+    return function
