@@ -264,7 +264,7 @@ def score_keys(
 
     Queries are bfloat16 where `takes_pairs` says so of their size, else float32. more, more_queries: a cache of bfloat16
     keys whose products are added, where `takes_pairs` says so of both sizes; a size of 0 for none. wide_WE: from
-    `room_for_wide`, for all positions or for WIDENED ones; it then holds the last vectors.
+    `room_for_wide`, for WIDENED vectors or for all positions, whose vectors it then holds.
     """
     start, scales, size = cache
     more_start, _, more_size = more
@@ -275,7 +275,7 @@ def score_keys(
         keys, read, results = start + width * slot * size, width, address_of(scores_RP) + 4 * (place - first)
         more_keys = more_start + width * slot * more_size
         if widens:
-            used = (place - first) % wide_WE.shape[0]
+            used = place - first if wide_WE.shape[0] >= positions else 0
             count, wide = min(count, wide_WE.shape[0] - used), address_of(wide_WE) + BFLOAT16_BYTES * used * size
             widen_integers(keys, count * size, wide)
             keys, read = wide, BFLOAT16_BYTES
@@ -315,7 +315,7 @@ def add_values(job: Any, cache: Any, blocks_M: Any, first: Any, weights_RP: Any,
             count = 1 if place % 2 == 1 or count == 1 else count & -2
         values, read = start + width * slot_of(job, blocks_M, place) * size, width
         if widens:
-            used = (place - first) % wide_WE.shape[0]
+            used = place - first if is_wide else 0
             count, wide = min(count, wide_WE.shape[0] - used), address_of(wide_WE) + BFLOAT16_BYTES * used * size
             if not is_wide:
                 widen_integers(values, count * size, wide)

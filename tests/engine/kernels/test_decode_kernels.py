@@ -205,7 +205,7 @@ def attended(
 @needs_numba
 @pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("window", [None, 700])
-@pytest.mark.parametrize("shape", [(8, 2, 64), (5, 1, 96), (8, 1, 128), (2, 2, 40), (6, 1, 80), (3, 3, 34)])
+@pytest.mark.parametrize("shape", [(8, 2, 64), (5, 1, 96), (8, 1, 128), (2, 2, 40), (6, 1, 80), (3, 3, 34), (21, 1, 32)])
 def test_attention_over_several_pieces_equals_the_textbook(
     shape: tuple[int, int, int], window: int | None, in_bytes: bool
 ) -> None:
@@ -231,11 +231,14 @@ def test_attention_has_the_same_bits_on_any_number_of_threads_and_in_any_company
 @needs_numba
 @pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("window", [None, 514, 300])
-def test_attention_has_the_same_bits_in_blocks_and_in_contiguous_memory(window: int | None, in_bytes: bool) -> None:
+@pytest.mark.parametrize("heads", [7, 17])
+def test_attention_has_the_same_bits_in_blocks_and_in_contiguous_memory(
+    heads: int, window: int | None, in_bytes: bool
+) -> None:
     past = [1300, 515, 700, 30]
-    contiguous, _ = attended(past, (7, 1, 64), window, block_size=2048, in_bytes=in_bytes)
+    contiguous, _ = attended(past, (heads, 1, 64), window, block_size=2048, in_bytes=in_bytes)
     for block_size in (4, 32):
-        assert torch.equal(attended(past, (7, 1, 64), window, block_size, in_bytes=in_bytes)[0], contiguous)
+        assert torch.equal(attended(past, (heads, 1, 64), window, block_size, in_bytes=in_bytes)[0], contiguous)
 
 
 @needs_numba

@@ -16,6 +16,8 @@ from engine.kernels.linear import as_bfloat16
 BLOCK_SIZE = 64
 SHAPES = {
     "pairs of bfloat16": (20, 16, 32, 64, 24),
+    "sizes of a real model": (18, 16, 64, 512, 8),
+    "keys that are no pairs": (9, 4, 6, 32, 5),
     "odd sizes": (3, 5, 6, 9, 7),
     "one head": (1, 8, 2, 32, 4),
 }
@@ -45,7 +47,7 @@ def test_it_equals_the_textbook(
     pairs: bool,
     in_bytes: bool,
 ) -> None:
-    """Blocks lie anywhere in the cache, texts have up to three pieces, and two rows may be positions of one text."""
+    """Blocks lie anywhere in the cache, texts have up to five pieces, and two rows may be positions of one text."""
     torch.manual_seed(0)
     (heads, plain, rotated, rank, value), count, scale = shape, len(past), 0.2
     kernels.use_threads(threads)
