@@ -8,8 +8,8 @@ measurements: memory bandwidth drifts within a minute, so contenders of equal bi
 transformers is measured with its defaults, and with the fastest of its implementations of experts in each test; long
 prompts, which are read in every second round, with those that compile no shape of their own. vLLM is timed in turn with
 this engine alone, after the others, because all do not fit into 24 GB. llama.cpp gets the same weights, as `compress export
---format gguf` writes them. Memory bandwidth is measured in turn with decoding too, by summing 1 GB with as many threads; a
-contender's share of it is the median of shares of two measurements of one turn.
+--format gguf` writes them. Memory bandwidth is measured in turn with decoding too, by summing 1 GB in huge pages with as
+many threads; a contender's share of it is the median of shares of two measurements of one turn.
 
 With `--hide avx512` nothing uses AVX-512, which shows the speed on a processor with AVX2 alone. llama.cpp must have been
 built without it: `GGML_NATIVE=OFF`. Layers compiled by torch.compile are left out then: torch 2.13 ends with a protection
@@ -43,6 +43,7 @@ from compress.options.export import GgufExportOptions
 from engine.bench.backends import COMPILED, BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME
+from engine.files.huge_pages import zeros
 
 PROMPT, LONG, NEW, BATCH = 512, 4096, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
@@ -77,7 +78,7 @@ REQUIRED = {"amx": torch.cpu._is_amx_tile_supported}
 Rates = dict[str, dict[str, list[float]]]
 
 
-def prepare(directory: Path, layers: int) -> None:
+def prepare(directory: Path, layers: int, *, for_peers: bool = True) -> None:
     """Make the mixture, our low-bit results and llama.cpp's files, if they do not exist yet."""
     model = directory / "bf16"
     if not model.is_dir():
@@ -89,6 +90,8 @@ def prepare(directory: Path, layers: int) -> None:
             options = ["--bits", str(bits), "--quantize-head", "--evaluation-samples", "0"]
             command = [sys.executable, "-m", "cli", "quantize", str(model), *options, "-o", str(directory / f"{bits}-bit")]
             subprocess.run(command, check=True)
+    if not for_peers:
+        return
     if not (directory / "BF16.gguf").exists():
         export_gguf(GgufExportOptions(model=str(model), output=directory / "BF16.gguf", type="bf16"))
     for name, number in LLAMA_TYPES.items():
@@ -271,7 +274,7 @@ def measure(
     rates: Rates = {}
     said: dict[str, dict[str, Any]] = {}
     streams: dict[str, list[float]] = {bits: [] for bits in BITS}
-    buffer = torch.ones(1 << 27, dtype=torch.int64)
+    buffer = zeros((1 << 27,), torch.int64).fill_(1)
 
     def time_once(title: str, test: str, place: int) -> None:
         said[title] = contenders[title].ask(test)

@@ -190,6 +190,7 @@ BENCHMARKS = (
         *("engine_memory", ("resident_memory", "long_prompts", "kv_cache"), MEMORY),
         trial=("--layers", "1", "--sequences", "2"),
     ),
+    Benchmark("huge_pages", ("huge_pages",), MEMORY, trial=("--layers", "1", "--rounds", "2")),
     Benchmark("packed_floats", ("packed_floats",), MEMORY, trial=("--layers", "2", "--rounds", "2"), inputs=LLAMA),
     Benchmark("pruning_memory", ("pruning_memory",), PRUNING, trial=("--layers", "1", "--samples", "2")),
     Benchmark(
