@@ -141,9 +141,8 @@ def _pair_tile(rows: int, matrix_rows: int) -> Any:
                 for part in range(parts):
                     place = builder.add(index, INDEX(part * size))
                     w = [load(builder, at(builder, row, place, 2), INTS) for row in w_rows]
-                    if rows > 1:
-                        for row in w_rows:
-                            fetch(builder, builder.add(at(builder, row, place, 2), INDEX(AHEAD[16])))
+                    for row in w_rows:
+                        fetch(builder, builder.add(at(builder, row, place, 2), INDEX(AHEAD[16])))
                     for row in x_rows:
                         x = load(builder, at(builder, row, place, 2), INTS)
                         for each in w:

@@ -197,7 +197,7 @@ def fetch_bytes(context: Any, address: Any, count: Any) -> Any:
 
         def step(index: Any, _: list[Any]) -> list[Any]:
             for line in range(0, 256, 64):
-                fetch(builder, builder.add(builder.add(address, index), INDEX(line)))
+                fetch(builder, builder.add(builder.add(address, index), INDEX(line)), kept=True)
             return []
 
         loop(builder, INDEX(0), count, 256, [], step)
@@ -245,7 +245,7 @@ def scores_tile(keys: int, queries: int, *, fetches: bool = False) -> Any:
             for k, row in enumerate(key_rows):
                 place = at(builder, row, index, width)
                 if fetches:
-                    fetch(builder, builder.add(place, INDEX(AHEAD[16])))
+                    fetch(builder, builder.add(place, INDEX(AHEAD[16])), kept=True)
                 key = _neighbors(builder, place) if width == 1 else load(builder, place, INTS)
                 for r, query in enumerate(queries_R):
                     made[r * keys + k] = add_pairs(builder, sums[r * keys + k], key, query)
@@ -359,7 +359,7 @@ def weigh_pairs(rows: int, parts: int, *, fetches: bool = True) -> Any:
                 places = [at(builder, vector, INDEX(_WIDE * part), width) for vector in (first, second)]
                 if fetches:
                     for place in places:
-                        fetch(builder, builder.add(place, INDEX(AHEAD[16])))
+                        fetch(builder, builder.add(place, INDEX(AHEAD[16])), kept=True)
                 for pairs in pairs_of(builder, places, width):
                     made += [add_pairs(builder, sums[len(made) + r], pairs, weights[r]) for r in range(rows)]
             return made

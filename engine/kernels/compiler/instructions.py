@@ -23,14 +23,17 @@ AHEAD = {32: 8192, 16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
 and out-of-order execution does not look far ahead where each byte is multiplied with several vectors."""
 
 
-def fetch(builder: Any, address: Any) -> None:
-    """Prefetch the memory at an address into the second-level cache. An invalid address has no effect."""
+def fetch(builder: Any, address: Any, *, kept: bool = False) -> None:
+    """Prefetch the memory at an address. An invalid address has no effect.
+
+    kept: whether it is read more than once, so that the second-level cache should hold it. Weights of a step are read once.
+    """
     pointer = BYTE.as_pointer()
     prefetch = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
     )
-    read, second_cache, of_data = INT(0), INT(2), INT(1)
-    builder.call(prefetch, [builder.inttoptr(address, pointer), read, second_cache, of_data])
+    read, cache, of_data = INT(0), INT(2 if kept else 0), INT(1)
+    builder.call(prefetch, [builder.inttoptr(address, pointer), read, cache, of_data])
 
 
 def many(kind: Any, size: int) -> Any:
