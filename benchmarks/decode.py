@@ -3,8 +3,8 @@
 pip install llama-cpp-python gguf matplotlib
 python benchmarks/decode.py [--directory DIR] [--rounds 5] [--vllm-python PYTHON] [--hide avx512 | --require amx]
 
-All contenders stay loaded and are timed in turn. Speeds are medians. A ratio is the median of ratios of two consecutive
-measurements: memory bandwidth drifts within a minute, so contenders of equal bits decode in turn several times.
+All contenders of equal bits are loaded at once and timed in turn. Speeds are medians. A ratio is the median of ratios of two
+consecutive measurements: memory bandwidth drifts within a minute, so contenders decode in turn several times a round.
 transformers is measured with its defaults, and with the fastest of its implementations of experts in each test; long
 prompts, which are read in every second round, with those that compile no shape of their own. vLLM is timed in turn with
 this engine alone, after the others, because all do not fit into 24 GB. llama.cpp gets the same weights, as `compress export
@@ -259,18 +259,27 @@ class Contender:
         self._process.communicate()
 
 
+def opened(bits: str, directory: Path, setting: Setting) -> dict[str, Contender]:
+    """Return the contenders with weights of so many bits, each with its model loaded."""
+    made = {title: Contender("ours", directory / OURS[title], setting) for title in BITS[bits] if title in OURS}
+    if bits == "bf16":
+        made[SKIPPING] = Contender("ours", directory / "bf16", setting, 1.0)
+        for title in (DEFAULT,) if setting.hidden else (DEFAULT, COMPILED_LAYERS):  # layers that are compiled once stay so
+            made[title] = Contender("transformers", directory / "bf16", setting)
+    peers = {f"llama.cpp {name}": name for name in LLAMA_TYPES}
+    for title in (title for title in BITS[bits] if title in peers):
+        made[title] = Contender("llama.cpp", directory / f"{peers[title]}.gguf", setting)
+    return made
+
+
 def measure(
     directory: Path, rounds: int, setting: Setting
 ) -> tuple[Rates, dict[str, dict[str, Any]], dict[str, list[float]]]:
     """Return rates by contender and test, the figures of our reports, and memory bandwidth in GB/s by the turns' bits."""
-    contenders = {title: Contender("ours", directory / name, setting) for title, name in OURS.items()}
-    contenders[SKIPPING] = Contender("ours", directory / "bf16", setting, 1.0)
-    contenders |= {f"llama.cpp {name}": Contender("llama.cpp", directory / f"{name}.gguf", setting) for name in LLAMA_TYPES}
-    for title in (DEFAULT,) if setting.hidden else (DEFAULT, COMPILED_LAYERS):  # layers that are compiled once stay so
-        contenders[title] = Contender("transformers", directory / "bf16", setting)
-    implementations = {
-        test: [name for name in names if holder(name) in contenders] for test, names in IMPLEMENTATIONS.items()
-    }
+    kept = (DEFAULT,) if setting.hidden else (DEFAULT, COMPILED_LAYERS)
+    implementations = {test: [name for name in names if holder(name) in kept] for test, names in IMPLEMENTATIONS.items()}
+    contenders: dict[str, Contender] = {}
+    """Those of the bits that are measured at the moment: all of them do not fit into 24 GB."""
     rates: Rates = {}
     said: dict[str, dict[str, Any]] = {}
     streams: dict[str, list[float]] = {bits: [] for bits in BITS}
@@ -281,9 +290,10 @@ def measure(
         if place:
             rates.setdefault(title, {}).setdefault(test, []).append(said[title]["rate"])
 
-    for place in range(rounds + 1):  # the first warms up
-        for bits, titles in BITS.items():
-            members = [title for title in titles if title in contenders] + ([SKIPPING] if bits == "bf16" else [])
+    for bits in BITS:
+        contenders.update(opened(bits, directory, setting))
+        members = [title for title in (*BITS[bits], SKIPPING) if title in contenders]
+        for place in range(rounds + 1):  # the first warms up
             for title in members:
                 contenders[title].ask(PREFILL)  # the system may have evicted pages of a waiting process
                 time_once(title, PREFILL, place)
@@ -299,8 +309,8 @@ def measure(
             for test, names in implementations.items():
                 for name in names if DEFAULT in members and (place % 2 or test != LONG_PREFILL) else ():
                     time_once(holder(name), f"{test}:{name}", place)
-    for contender in contenders.values():
-        contender.end()
+        while contenders:
+            contenders.popitem()[1].end()
     rates[BEST] = {
         test: max((rates[holder(name)][f"{test}:{name}"] for name in names), key=statistics.median)
         for test, names in implementations.items()
