@@ -25,23 +25,23 @@ from decode import OURS, prepare
 from results import markdown, save, times
 
 from engine import Engine
+from engine.generation.options import MAPPED, MEMORY
 
-KINDS = {"mapped": True, "huge pages": False}
-"""Whether weights stay mapped, by what the table calls it."""
+KINDS = (MAPPED, MEMORY)
 TOKENS, STARTS = 16, 3
 START = """
 import json, sys, time
 from engine import Engine
 started = time.perf_counter()
-engine = Engine.open(sys.argv[1], mmap=sys.argv[2] == "mapped")
+engine = Engine.open(sys.argv[1], load_mode=sys.argv[2])
 engine.generate(["a"], max_new_tokens=1)
 print(json.dumps(time.perf_counter() - started))
 """
 
 
-def decoding(model: Path, *, mmap: bool) -> Callable[[], float]:
+def decoding(model: Path, load_mode: str) -> Callable[[], float]:
     """Return a function that decodes and returns tokens per second."""
-    engine = Engine.open(model, mmap=mmap)
+    engine = Engine.open(model, load_mode=load_mode)
     engine.prepare()
     tokens = torch.randint(engine.checkpoint.config.vocabulary_size, (TOKENS + 1, 1, 1))
 
@@ -66,10 +66,10 @@ def seconds_to_first(model: Path, kind: str) -> float:
 def measure(model: Path, rounds: int) -> dict[str, Any]:
     """Return tokens per second of each kind by round, and the seconds to the first token."""
     first = {kind: [seconds_to_first(model, kind) for _ in range(STARTS)] for kind in KINDS}
-    rates = {kind: decoding(model, mmap=mmap) for kind, mmap in KINDS.items()}
+    rates = {kind: decoding(model, kind) for kind in KINDS}
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number in range(rounds + 1):
-        for kind in list(KINDS)[:: 1 if number % 2 else -1]:
+        for kind in KINDS[:: 1 if number % 2 else -1]:
             rate = rates[kind]()
             if number:  # the first round reads what is mapped
                 found[kind].append(rate)

@@ -25,6 +25,7 @@ from results import markdown, save, times
 from engine.decoder.kv_cache import KeyValueCache, position_bytes
 from engine.decoder.model import Decoder
 from engine.generation.generate import Engine
+from engine.generation.options import MEMORY
 
 LENGTHS = (512, 4096, 32768)
 DTYPES = {"": torch.bfloat16, ", 8 bits": torch.int8}
@@ -79,7 +80,7 @@ def bytes_per_second(memory: torch.Tensor) -> float:
 def measure(directory: Path, config: dict[str, Any], rounds: int) -> dict[str, dict[str, Any]]:
     """Return for each dtype of a cache the seconds of a step after each length and the speed of memory, by round."""
     write_random_model(directory, config)
-    engine = Engine.open(directory)
+    engine = Engine.open(directory, load_mode=MEMORY)  # as `serve` loads it
     engine.prepare()
     each = {name: position_bytes(engine.checkpoint.config, dtype) for name, dtype in DTYPES.items()}
     caches = {(name, length): filled_cache(engine, length, DTYPES[name]) for name in DTYPES for length in LENGTHS}

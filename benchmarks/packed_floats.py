@@ -37,6 +37,7 @@ from engine.families.resolve import decoder_config
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 from engine.generation.generate import Engine
+from engine.generation.options import MEMORY
 from engine.kernels.kernel_choice import DECODING
 from engine.passes.memory_budget import resident_memory_bytes
 
@@ -194,7 +195,7 @@ def rates_in_turns(model: Path, gguf: Path, rounds: int, python: str) -> dict[st
     turns.
     """
     os.sync()  # files that were just written would be on their way to the disk meanwhile
-    engine = Engine.open(model)
+    engine = Engine.open(model, load_mode=MEMORY)  # as `serve` loads it
     engine.prepare()
     tokens, rates = tokens_of(engine, rounds)[0], {"own_rates": list[float](), "peer_rates": list[float]()}
     with LlamaCpp(python, gguf, torch.get_num_threads(), 2 * rounds) as peer:

@@ -53,7 +53,7 @@ def _bench_models(given: Given, options: BenchOptions) -> Figures:
         kv_cache_dtype=options.kv_cache_dtype,
         memory_limit=options.memory_limit,
         miss_threshold=options.miss_threshold,
-        mmap=options.mmap,
+        load_mode=options.load_mode,
     )
     given.say(format_rows(rows, options.output_format))
     return {"rows": rows}
@@ -109,7 +109,7 @@ def _bench_concurrency(given: Given, options: BenchOptions) -> Figures:
         kv_cache_dtype=options.kv_cache_dtype,
         memory_limit=options.memory_limit,
         miss_threshold=options.miss_threshold,
-        mmap=options.mmap,
+        load_mode=options.load_mode,
         progress=progress_bar,
     )
     rows = bench_concurrency(

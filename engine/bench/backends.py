@@ -28,7 +28,7 @@ from engine.expert_cache.figures import totals
 from engine.generation.batch import Cache
 from engine.generation.checks import resolve_dtype
 from engine.generation.generate import Engine
-from engine.generation.options import OpenOptions
+from engine.generation.options import MEMORY, OpenOptions
 from engine.generation.report import memory_split, peak_memory_bytes
 from engine.generation.worker import Answer, Spec, serve_requests
 from engine.kernels.devices import SHAPES_KEPT, resolve_device, set_threads
@@ -74,7 +74,7 @@ class BenchSpec(Spec):
     kv_cache_dtype: str = OpenOptions.kv_cache_dtype
     memory_limit: int | None = OpenOptions.memory_limit
     miss_threshold: float = OpenOptions.miss_threshold
-    mmap: bool = OpenOptions.mmap
+    load_mode: str = MEMORY
     experts_implementation: str | None = None
     """For transformers: one of EXPERTS_IMPLEMENTATIONS; None for its own choice."""
 
@@ -151,7 +151,7 @@ class TorchBackend:
             kv_cache_dtype=spec.kv_cache_dtype,
             memory_limit=spec.memory_limit,
             miss_threshold=spec.miss_threshold,
-            mmap=spec.mmap,
+            load_mode=spec.load_mode,
         )
         self._engine.prepare()
         self.load_seconds = self._engine.load_seconds

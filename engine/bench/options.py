@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.errors import OptionError
-from engine.generation.options import OpenOptions
+from engine.generation.options import MEMORY, OpenOptions
 from engine.options import check, declared, declared_part, like, option
 from engine.server.options import KEY_VARIABLE
 
@@ -77,7 +77,7 @@ class BenchOptions:
     kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
     memory_limit: int | None = like(OpenOptions, "memory_limit")
     miss_threshold: float = like(OpenOptions, "miss_threshold")
-    mmap: bool = like(OpenOptions, "mmap")
+    load_mode: str = like(OpenOptions, "load_mode", MEMORY)
     load: LoadOptions | None = field(default=None, metadata=declared_part(LoadOptions))
     device: str = like(OpenOptions, "device")
     dtype: str = like(OpenOptions, "dtype")

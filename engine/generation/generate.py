@@ -43,7 +43,7 @@ from engine.expert_cache.cache import ExpertCache
 from engine.files.image_file import pictures_of
 from engine.generation.batch import Batch, Cache, own_cache
 from engine.generation.checks import check_pair, check_room, cpu_only, resolve_dtype, resolve_kv_cache_dtype
-from engine.generation.options import OWN_LAYERS, GenerateOptions, OpenOptions, SamplingOptions
+from engine.generation.options import MEMORY, OWN_LAYERS, GenerateOptions, OpenOptions, SamplingOptions
 from engine.generation.prediction_draft import open_prediction
 from engine.generation.report import (
     ExportedSkipCounter,
@@ -119,8 +119,8 @@ class Engine:
         """Rule by which requests skip experts (engine/decoder/skip_tables.py)."""
         self.kv_cache_dtype = decoder.dtype
         """Dtype of the KV cache."""
-        self.mmap = False
-        """Whether weights stay mapped files, as processes share them."""
+        self.load_mode = OpenOptions.load_mode
+        """Whether `prepare` leaves weights in mapped files, MAPPED, or reads them into huge pages, MEMORY."""
         self.load_seconds = 0.0
         """Duration of `open` in seconds."""
         self.prompt_kernels, self.decoding_kernels = PROMPT, DECODING
@@ -153,7 +153,7 @@ class Engine:
         images: bool = False,
         memory_limit: int | None = OpenOptions.memory_limit,
         miss_threshold: float = OpenOptions.miss_threshold,
-        mmap: bool = OpenOptions.mmap,
+        load_mode: str = OpenOptions.load_mode,
         progress: Progress = no_progress,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are memory-mapped and not read, if device and dtype allow it.
@@ -167,9 +167,9 @@ class Engine:
         (Leviathan et al. 2023); or "mtp": the model's own layers for multi-token prediction. `images`: prompts may have
         images; transformers then runs the whole model, also one of a family that our own decoder runs. `memory_limit`: most
         resident bytes of the process; experts are then read when they are needed, and `miss_threshold` lets others take the
-        places of some that are not in memory (engine/expert_cache/missing.py). `mmap`: `prepare`, which precedes the first
-        token, leaves the weights in mapped files. `progress`: shows the compilation of kernels,
-        where there is any.
+        places of some that are not in memory (engine/expert_cache/missing.py). `load_mode`: "mapped", or "memory" to read
+        weights into huge pages before the first token, if these leave half of the free memory. `progress`: shows the
+        compilation of kernels, where there is any.
         """
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
@@ -231,14 +231,16 @@ class Engine:
             if isinstance(decoder, Decoder):
                 use_gpu_steps(decoder)
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
-        engine.expert_cache, engine.mmap = expert_cache, mmap
+        engine.expert_cache, engine.load_mode = expert_cache, load_mode
         engine.kv_cache_dtype, engine.progress, engine.skip_rule = kept, progress, skip_rule
         engine.prompt_kernels, engine.decoding_kernels = PROMPT.with_threads(threads), DECODING.with_threads(threads)
         if images:
             engine.open_images()
         engine.load_seconds = time.perf_counter() - started
         if drafting is not None:
-            engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums, progress=progress)
+            engine.draft = cls.open(
+                drafting, device=device, dtype=dtype, checksums=checksums, load_mode=load_mode, progress=progress
+            )
         if predicts:
             engine.prediction = open_prediction(checkpoint, computed, place)
         engine.draft_tokens = draft_tokens
@@ -277,8 +279,8 @@ class Engine:
     def prepare(self) -> None:
         """Load the kernels that this model decodes with, and the weights, so that the first token does not wait for them.
 
-        Weights of a model that was opened without `mmap` are read into huge pages, if these leave half of the free memory.
-        The pages of library code that were used to open the model are then released.
+        Weights are read into huge pages, if `load_mode` says so and these leave half of the free memory. The pages of
+        library code that were used to open the model are then released.
         """
         if isinstance(self.decoder, Decoder):
             prepare_decoding(self.dtype, self.device, self.decoder.kernels_needed, self.progress)
@@ -290,11 +292,11 @@ class Engine:
             self._is_prepared = True
 
     def _hold_weights(self) -> None:
-        if self.mmap or self.expert_cache is not None or self.device.type != "cpu" or not isinstance(self.decoder, Decoder):
+        if self.load_mode != MEMORY or self.expert_cache is not None or self.device.type != "cpu":
             return
-        assert isinstance(self.checkpoint, Checkpoint)
-        own = () if self.prediction is None else self.prediction.parameters()
-        hold_weights(self.checkpoint.files, (*self.decoder.weights, *own), free_memory_bytes() // 2)
+        if isinstance(self.decoder, Decoder) and isinstance(self.checkpoint, Checkpoint):
+            own = () if self.prediction is None else self.prediction.parameters()
+            hold_weights(self.checkpoint.files, (*self.decoder.weights, *own), free_memory_bytes() // 2)
 
     @cached_property
     def cache_sizes(self) -> tuple[int, int]:

@@ -20,6 +20,8 @@ SKIP_OPTIONS = ("skip_threshold", "skip_min_experts", "skip_rule")
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 MOST_BIAS = 100.0
 """Largest absolute value of a logit bias, as in OpenAI's interface."""
+MAPPED, MEMORY = "mapped", "memory"
+"""Where weights are while a model generates: in mapped files, or in huge pages (engine/passes/held_weights.py)."""
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MOST_DRAFT_TOKENS = 63
@@ -68,11 +70,12 @@ class OpenOptions:
         help="With --memory-limit, let the best expert in memory take the place of one that is not, where less than this "
         "share of the token's weights is lost by that; 0 reads every expert.",
     )
-    mmap: bool = option(
-        False,
+    load_mode: str = option(
+        MAPPED,
         group=MACHINE,
-        help="Leave the weights in mapped files, which processes share, and do not read them into memory of the process's "
-        "own, which is faster to decode from.",
+        choices=(MAPPED, MEMORY),
+        help="mapped: leave the weights in mapped files, which processes share; memory: first read them into memory of the "
+        "process's own, in huge pages, from which decoding is faster.",
     )
     checksums: bool = option(False, group=MACHINE, help="First compare every file with the artifact's checksums.")
     draft: str | None = option(

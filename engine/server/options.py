@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.batching.options import LOAD, QueueOptions
 from engine.errors import OptionError
-from engine.generation.options import MACHINE, OWN_LAYERS, OpenOptions
+from engine.generation.options import MACHINE, MEMORY, OWN_LAYERS, OpenOptions
 from engine.options import check, like, option
 from engine.replies.table import AUTO, NONE, REASONING_FORMS, TOOL_FORMS
 from engine.server.connections.hosts import is_local, plain_host
@@ -47,7 +47,7 @@ class ServeOptions:
         "models, the least recently used ones leave for another one.",
     )
     miss_threshold: float = like(OpenOptions, "miss_threshold")
-    mmap: bool = like(OpenOptions, "mmap")
+    load_mode: str = like(OpenOptions, "load_mode", MEMORY)
     host: str = option("127.0.0.1", group=ADDRESS, help="Address to listen on; 0.0.0.0 for all.")
     port: int = option(8000, group=ADDRESS, minimum=0, maximum=65535, help="Port to listen on; 0 for a free one.")
     api_keys: tuple[str, ...] = option(

@@ -105,7 +105,7 @@ def load(options: ServeOptions, limit: int | None = None, disk: DiskCache | None
         images=options.images,
         memory_limit=options.memory_limit,
         miss_threshold=options.miss_threshold,
-        mmap=options.mmap,
+        load_mode=options.load_mode,
         draft=options.draft,
         draft_tokens=options.draft_tokens,
     )

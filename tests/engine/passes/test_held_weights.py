@@ -15,6 +15,7 @@ from engine import Engine
 from engine.errors import CheckpointError
 from engine.files.huge_pages import huge_page_bytes
 from engine.files.safetensors_file import SafetensorsFile
+from engine.generation.options import MAPPED, MEMORY
 from engine.passes import held_weights
 from engine.passes.held_weights import hold_weights
 
@@ -115,7 +116,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path, monkeypatc
 def test_a_model_writes_the_same_text(tmp_path: Path) -> None:
     save_reference("mixtral", tmp_path, vocab_size=VOCABULARY)
     add_tokenizer(tmp_path)
-    mapped, held = (Engine.open(tmp_path, mmap=mmap) for mmap in (True, False))
+    mapped, held = (Engine.open(tmp_path, load_mode=load_mode) for load_mode in (MAPPED, MEMORY))
     texts = [engine.generate(["once upon"], max_new_tokens=12)[0].text for engine in (mapped, held)]
     assert texts[0] == texts[1]
     held.checkpoint.release()  # type: ignore[union-attr]
