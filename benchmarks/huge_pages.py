@@ -43,6 +43,8 @@ def decoding(model: Path, load_mode: str) -> Callable[[], float]:
     """Return a function that decodes and returns tokens per second."""
     engine = Engine.open(model, load_mode=load_mode)
     engine.prepare()
+    if engine.load_mode != load_mode:
+        raise SystemExit(f"{model}: too little memory is free, or the weights are too few, to read them into huge pages")
     tokens = torch.randint(engine.checkpoint.config.vocabulary_size, (TOKENS + 1, 1, 1))
 
     def rate() -> float:

@@ -58,7 +58,7 @@ class Drafting:
         self._drafted = self._accepted = 0
         self._is_on = True
         self._began, self._spent_reading = 0.0, 0.0
-        draft.prepare()
+        draft.prepare(self._cache.bytes)
 
     @property
     def cache_bytes(self) -> int:

@@ -32,7 +32,7 @@ class PagedRunner:
         self.cache = PagedCache(
             engine.checkpoint.config, kv_cache_bytes, engine.kv_cache_dtype, engine.device, block_size, sequences
         )
-        engine.prepare()
+        engine.prepare(self.cache.bytes)
         self.reads_together = self.pool.shares and rows_are_independent(decoder, engine.prompt_kernels)
         self._head_kernels = engine.decoding_kernels if self.reads_together else TORCH
 

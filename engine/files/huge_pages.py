@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 """Where Linux says which huge pages it gives."""
-_LEAST_PAGES = 8
-"""Huge pages that a tensor fills at least: part of its first and of its last one is lost."""
+_LEAST_PAGES = 4
+"""Huge pages that the last two dimensions of a tensor fill at least. Such a part may be used from its beginning on, and it
+then takes whole pages."""
 
 
 @cache
@@ -33,14 +34,21 @@ def huge_page_bytes(settings: Path = SETTINGS) -> int:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return `torch.zeros`, in huge pages if it is large and in main memory. Pages that nobody has used take no memory."""
+    """Return `torch.zeros`, in huge pages if its last two dimensions are large and it is in main memory.
+
+    Pages that nobody has used take no memory.
+    """
     import torch  # here: files are read without it
 
     size, page = prod(shape) * dtype.itemsize, huge_page_bytes()
-    if not page or size < _LEAST_PAGES * page or torch.device(device).type != "cpu":
+    is_small = not page or prod(shape[-2:]) * dtype.itemsize < _LEAST_PAGES * page
+    if is_small or torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # torch says best that there is no memory
+        return torch.zeros(shape, dtype=dtype)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % page
     return whole[begin : begin + size].view(dtype).view(shape)

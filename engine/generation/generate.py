@@ -43,7 +43,7 @@ from engine.expert_cache.cache import ExpertCache
 from engine.files.image_file import pictures_of
 from engine.generation.batch import Batch, Cache, own_cache
 from engine.generation.checks import check_pair, check_room, cpu_only, resolve_dtype, resolve_kv_cache_dtype
-from engine.generation.options import MEMORY, OWN_LAYERS, GenerateOptions, OpenOptions, SamplingOptions
+from engine.generation.options import LOAD_MODES, MAPPED, MEMORY, OWN_LAYERS, GenerateOptions, OpenOptions, SamplingOptions
 from engine.generation.prediction_draft import open_prediction
 from engine.generation.report import (
     ExportedSkipCounter,
@@ -120,7 +120,7 @@ class Engine:
         self.kv_cache_dtype = decoder.dtype
         """Dtype of the KV cache."""
         self.load_mode = OpenOptions.load_mode
-        """Whether `prepare` leaves weights in mapped files, MAPPED, or reads them into huge pages, MEMORY."""
+        """Where weights are, or shall be when `prepare` has read them: MAPPED files, or MEMORY of the process's own."""
         self.load_seconds = 0.0
         """Duration of `open` in seconds."""
         self.prompt_kernels, self.decoding_kernels = PROMPT, DECODING
@@ -178,6 +178,8 @@ class Engine:
             raise OptionError(f"the miss threshold is {miss_threshold}; it must be from 0 to 1")
         if miss_threshold > 0 and memory_limit is None:
             raise OptionError("a miss threshold is about experts that a memory limit keeps out; give --memory-limit too")
+        if load_mode not in LOAD_MODES:
+            raise OptionError(f"the load mode is {load_mode!r}; it must be one of {', '.join(LOAD_MODES)}")
         set_threads(threads)
         directory = resolve(str(model))
         if images and draft is not None:
@@ -276,27 +278,36 @@ class Engine:
             return reason.replace(str(directory), directory.name)
         return None
 
-    def prepare(self) -> None:
+    def prepare(self, reserved_bytes: int = 0) -> None:
         """Load the kernels that this model decodes with, and the weights, so that the first token does not wait for them.
 
-        Weights are read into huge pages, if `load_mode` says so and these leave half of the free memory. The pages of
-        library code that were used to open the model are then released.
+        Weights are read into huge pages, if `load_mode` says so and these leave half of the free memory; `load_mode` then
+        says what was done. The pages of library code that were used to open the model are released. reserved_bytes: memory
+        that is not free, although nobody uses it yet. Raises CheckpointError for a file that cannot be read, and
+        OptionError if the system has no memory for the weights.
         """
         if isinstance(self.decoder, Decoder):
             prepare_decoding(self.dtype, self.device, self.decoder.kernels_needed, self.progress)
         elif isinstance(self.decoder, AdaptedDecoder):
             self.decoder.prepare()
         if not self._is_prepared:
-            self._hold_weights()
+            self._hold_weights(reserved_bytes)
             release_library_pages()
             self._is_prepared = True
 
-    def _hold_weights(self) -> None:
-        if self.load_mode != MEMORY or self.expert_cache is not None or self.device.type != "cpu":
-            return
-        if isinstance(self.decoder, Decoder) and isinstance(self.checkpoint, Checkpoint):
-            own = () if self.prediction is None else self.prediction.parameters()
-            hold_weights(self.checkpoint.files, (*self.decoder.weights, *own), free_memory_bytes() // 2)
+    def _hold_weights(self, reserved_bytes: int) -> None:
+        is_held, started = False, time.perf_counter()
+        is_here = self.expert_cache is None and self.device.type == "cpu"
+        if self.load_mode == MEMORY and is_here and isinstance(self.decoder, Decoder):
+            assert isinstance(self.checkpoint, Checkpoint), "our own decoder is made from one"
+            most = (free_memory_bytes() - reserved_bytes) // 2
+            is_held = hold_weights(self.checkpoint.files, (*self.decoder.weights, *self._prediction_weights), most)
+        self.load_mode = MEMORY if is_held else MAPPED
+        self.load_seconds += time.perf_counter() - started
+
+    @property
+    def _prediction_weights(self) -> tuple[Tensor, ...]:
+        return () if self.prediction is None else tuple(self.prediction.parameters())
 
     @cached_property
     def cache_sizes(self) -> tuple[int, int]:
@@ -334,12 +345,13 @@ class Engine:
             return self.expert_cache.fixed_bytes + self.expert_cache.held_bytes
         if not isinstance(self.checkpoint, Checkpoint) or isinstance(self.decoder, OnnxDecoder):
             return self.weights_bytes
-        return resident_weights_bytes(self.decoder.weights, (file.path for file in self.checkpoint.files))
+        weights = (*self.decoder.weights, *self._prediction_weights)
+        return resident_weights_bytes(weights, (file.path for file in self.checkpoint.files))
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights in the compute dtype; tied weights count once."""
-        own = 0 if self.prediction is None else sum(weight.nbytes for weight in self.prediction.parameters())
+        own = sum(weight.nbytes for weight in self._prediction_weights)
         return self.decoder.weights_bytes + own
 
     @property

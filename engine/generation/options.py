@@ -20,7 +20,7 @@ SKIP_OPTIONS = ("skip_threshold", "skip_min_experts", "skip_rule")
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 MOST_BIAS = 100.0
 """Largest absolute value of a logit bias, as in OpenAI's interface."""
-MAPPED, MEMORY = "mapped", "memory"
+LOAD_MODES = MAPPED, MEMORY = "mapped", "memory"
 """Where weights are while a model generates: in mapped files, or in huge pages (engine/passes/held_weights.py)."""
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -73,7 +73,7 @@ class OpenOptions:
     load_mode: str = option(
         MAPPED,
         group=MACHINE,
-        choices=(MAPPED, MEMORY),
+        choices=LOAD_MODES,
         help="mapped: leave the weights in mapped files, which processes share; memory: first read them into memory of the "
         "process's own, in huge pages, from which decoding is faster.",
     )

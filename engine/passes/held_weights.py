@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, OptionError
 from engine.files.huge_pages import huge_page_bytes
 from engine.files.json_file import reading
 from engine.files.mapped_file import MappedFile
 from engine.passes.heap import of_libc
 
 LEAST_BYTES = 64 << 20
-"""Bytes of weights from which huge pages matter: the processor's caches and its table of pages hold less than that."""
+"""Bytes of weights from which they are moved. Most processors' caches and tables of pages hold less."""
+_GAP_BYTES = 2 << 20
+"""Bytes between two weights that are read too, so that the weights around them share huge pages."""
 _COLLAPSE = 25
 """MADV_COLLAPSE, which Linux has since 6.1."""
 _FIXED = 0x10
@@ -40,18 +42,22 @@ def hold_weights(files: Sequence[MappedFile], weights: Iterable[Tensor], most_by
     """Read mapped weights into huge pages that take the place of the mapping; tensors stay where they are.
 
     Other weights get huge pages where they are. The rest of each file stays mapped. No other thread may read the weights
-    meanwhile. Returns whether that was done: not where the system gives no huge pages, and not for weights of less than
-    LEAST_BYTES or more than `most_bytes`. Raises CheckpointError for a file that cannot be read; its weights are then lost.
+    meanwhile. Returns whether that was done: not where the system gives no huge pages, not for weights of less than
+    LEAST_BYTES, and not if more than `most_bytes` had to be read. Raises OptionError if the system has no memory for them,
+    and CheckpointError for a file that cannot be read; the weights are then lost.
     """
     size, every = huge_page_bytes() if of_libc("mmap") else 0, list(weights)
-    if not size or not LEAST_BYTES <= sum(weight.nbytes for weight in every) <= most_bytes:
+    if not size or sum(weight.nbytes for weight in every) < LEAST_BYTES:
         return False
     mapped = [(file, address) for file in files if (address := file.address) is not None]
-    elsewhere = [weight for weight in every if not any(_lies_in(weight, *each) for each in mapped)]
-    for weight in elsewhere:
-        _collapse(weight.data_ptr(), weight.data_ptr() + weight.nbytes, size)
-    for file, address in mapped:
-        _hold(file, address, _spans((weight for weight in every if _lies_in(weight, file, address)), address, size))
+    held = [_spans((weight for weight in every if _lies_in(weight, *each)), each[1]) for each in mapped]
+    if sum(span.end - span.begin for spans in held for span in spans) > most_bytes:
+        return False
+    for weight in every:
+        if not any(_lies_in(weight, *each) for each in mapped):
+            _collapse(weight.data_ptr(), _last_byte(weight) + 1, size)
+    for (file, address), spans in zip(mapped, held, strict=True):
+        _hold(file, address, spans)
     return True
 
 
@@ -59,13 +65,13 @@ def _lies_in(weight: Tensor, file: MappedFile, address: int) -> bool:
     return address <= weight.data_ptr() < address + file.size
 
 
-def _spans(weights: Iterable[Tensor], address: int, size: int) -> list[_Span]:
-    """Return the pages of a file that hold these weights, in as few parts as possible. size: of a huge page."""
+def _spans(weights: Iterable[Tensor], address: int) -> list[_Span]:
+    """Return the pages of a file that hold these weights, in as few parts as possible."""
     page = mmap.PAGESIZE
     spans: list[_Span] = []
     for place, last in sorted((weight.data_ptr() - address, _last_byte(weight) - address) for weight in weights):
         begin, end = place // page * page, (last // page + 1) * page
-        if spans and begin <= spans[-1].end + size:
+        if spans and begin <= spans[-1].end + _GAP_BYTES:
             begin, end = spans[-1].begin, max(end, spans.pop().end)
         spans.append(_Span(begin, end))
     return spans
@@ -99,7 +105,7 @@ def _clear(address: int, size: int) -> None:
         address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED, -1, 0
     )
     if own != address:
-        raise MemoryError(f"{size} bytes of memory cannot be mapped")
+        raise OptionError(f"the system has no {size / 1e9:.1f} GB of memory for weights; give --load-mode mapped")
     _advise(address, size, mmap.MADV_HUGEPAGE)
 
 

@@ -28,11 +28,12 @@ PRODUCTS = ("multiply_keys", "add_weighted_pairs") if MULTIPLIES_BFLOAT16 else (
 NO_MORE = (0, 0, 0)
 """No further cache."""
 FEW_QUERIES, WIDENED = 4, 32
-"""A tile of up to FEW_QUERIES queries widens integers itself. For more, WIDENED vectors at a time are widened once."""
+"""A tile of up to FEW_QUERIES queries widens integers itself. For more, WIDENED vectors at a time, or a whole piece, are
+widened once."""
 KEYS_AT_ONCE = 16
 """Keys that all queries are multiplied with before the next keys, so that they come from the first-level cache."""
 MANY_QUERIES = 8
-"""Number of queries from which each tile of them prefetches its share of the next keys, not the first tile all of them."""
+"""Number of queries from which each tile prefetches its share of the next keys. With fewer, each prefetches them all."""
 _FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = weigh(4, 64), weigh(1, 64), weigh(4, 16), weigh(1, 16)
 _ONE_OF_ONE = weigh(1, 1)
 _FOUR_KEYS_OF_4, _FETCHED_KEYS_OF_4, _EIGHT_KEYS_OF_2, _MANY_KEYS_OF_1, _ONE_KEY = (

@@ -26,7 +26,8 @@ and out-of-order execution does not look far ahead where each byte is multiplied
 def fetch(builder: Any, address: Any, *, kept: bool = False) -> None:
     """Prefetch the memory at an address. An invalid address has no effect.
 
-    kept: whether it is read more than once, so that the second-level cache should hold it. Weights of a step are read once.
+    kept: whether it is read again later, so that the second-level cache should hold it. A step is done with weights as soon
+    as it has read them, but for one more read where there are more than four vectors.
     """
     pointer = BYTE.as_pointer()
     prefetch = builder.module.declare_intrinsic(

@@ -56,4 +56,12 @@ def test_large_ones_begin_with_a_page_and_take_no_memory_before_their_use() -> N
 
 def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "huge_page_bytes", lambda: 0)
+    monkeypatch.delattr(huge_pages.mmap, "mmap")
     assert not zeros((32 << 20,), torch.int8).any()
+
+
+@needs_huge_pages
+def test_small_parts_have_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large cache with many groups, each group would take a huge page for its first position."""
+    monkeypatch.delattr(huge_pages.mmap, "mmap")
+    assert not zeros((64, PAGE // 64, 64), torch.int8).any()

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine import Engine
-from engine.errors import CheckpointError
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.model import Decoder
+from engine.errors import CheckpointError, OptionError
 from engine.files.huge_pages import huge_page_bytes
 from engine.files.safetensors_file import SafetensorsFile
 from engine.generation.options import MAPPED, MEMORY
@@ -65,9 +67,16 @@ def test_the_memory_has_huge_pages(tmp_path: Path) -> None:
 
 
 def test_copies_get_huge_pages_where_they_are() -> None:
-    copy = torch.ones(16 * PAGE, dtype=torch.uint8)
-    assert hold_weights([], [copy], ANY)
-    assert bool((copy == 1).all())
+    whole = torch.ones(16, 2 * PAGE, dtype=torch.uint8)
+    before = _huge_bytes_at(whole.data_ptr() + 2 * PAGE)
+    assert hold_weights([], [whole[:, :5], whole[:1].expand(9, -1)], ANY)
+    assert bool((whole == 1).all())
+    assert before >= 14 * PAGE or _huge_bytes_at(whole.data_ptr() + 2 * PAGE) > before or not _collapses()
+
+
+def _collapses() -> bool:
+    """Return whether this Linux moves memory to huge pages where it is."""
+    return tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 1)
 
 
 def _huge_bytes_at(address: int) -> int:
@@ -87,6 +96,7 @@ def test_too_little_and_too_much_stay_mapped(tmp_path: Path, monkeypatch: pytest
     file = SafetensorsFile(written(tmp_path))
     weight = file.tensor("a")
     assert not hold_weights([file], [weight], weight.nbytes - 1)
+    assert not hold_weights([file], [weight[:1], weight[-1:]], 5 * PAGE), "the gap between them is read too"
     monkeypatch.setattr(held_weights, "LEAST_BYTES", weight.nbytes + 1)
     assert not hold_weights([file], [weight], ANY)
     monkeypatch.setattr(held_weights, "huge_page_bytes", lambda: 0)
@@ -118,7 +128,32 @@ def test_a_model_writes_the_same_text(tmp_path: Path) -> None:
     add_tokenizer(tmp_path)
     mapped, held = (Engine.open(tmp_path, load_mode=load_mode) for load_mode in (MAPPED, MEMORY))
     texts = [engine.generate(["once upon"], max_new_tokens=12)[0].text for engine in (mapped, held)]
-    assert texts[0] == texts[1]
-    held.checkpoint.release()  # type: ignore[union-attr]
+    assert texts[0] == texts[1] and (mapped.load_mode, held.load_mode) == (MAPPED, MEMORY)
+    for engine, is_mapped in ((mapped, True), (held, False)):
+        assert isinstance(engine.checkpoint, Checkpoint) and isinstance(engine.decoder, Decoder)
+        names = [_name_at(weight.data_ptr()) for weight in engine.decoder.weights if weight.numel()]
+        assert any(name.endswith(".safetensors") for name in names) == is_mapped
+        engine.checkpoint.release()
     assert held.generate(["once upon"], max_new_tokens=12)[0].text == texts[0]
     assert held.weights_resident_bytes >= held.weights_bytes
+
+
+def _name_at(address: int) -> str:
+    """Return the name of the file that is mapped at an address; empty for none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return [*line.split(maxsplit=5), ""][5]
+    return ""
+
+
+def test_memory_that_is_reserved_is_not_free(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path, vocab_size=VOCABULARY)
+    engine = Engine.open(tmp_path, load_mode=MEMORY)
+    engine.prepare(reserved_bytes=ANY)
+    assert engine.load_mode == MAPPED
+
+
+def test_a_load_mode_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="load mode is 'Memory'; it must be one of mapped, memory"):
+        Engine.open(tmp_path, load_mode="Memory")

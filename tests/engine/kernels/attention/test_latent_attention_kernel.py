@@ -95,3 +95,55 @@ def test_it_equals_the_textbook(
         expected = textbook(whole, latents[slots].double(), keys[slots].double(), up.double(), plain, scale)
         found = as_bfloat16(made)[row].double()
         assert float((found - expected).abs().max()) <= 0.02 * float(expected.abs().max())
+
+
+@needs_numba
+@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("shape", [(18, 4, 32, 64, 8), (3, 5, 6, 9, 7)])
+def test_it_has_the_same_bits_in_blocks_of_any_size_in_any_company(
+    shape: tuple[int, int, int, int, int], in_bytes: bool
+) -> None:
+    past = [700, 3, 255, 256]
+    together = attended(past, shape, 1024, 1, in_bytes=in_bytes)
+    for block_size, threads in ((4, 2), (32, 1)):
+        assert torch.equal(attended(past, shape, block_size, threads, in_bytes=in_bytes), together)
+    for row, position in enumerate(past):
+        assert torch.equal(attended([position], shape, 64, 2, in_bytes=in_bytes)[0], together[row])
+
+
+def attended(
+    past: list[int], shape: tuple[int, int, int, int, int], block_size: int, threads: int, *, in_bytes: bool
+) -> Tensor:
+    """Return the kernel's result for texts that are drawn by their numbers of positions."""
+    heads, plain, rotated, rank, value = shape
+    kernels.use_threads(threads)
+    most = max(past) // block_size + 1
+    blocks = torch.arange(len(past) * most).view(len(past), most).flip(1).contiguous()
+    slots_of_all = len(past) * most * block_size
+    stored = [torch.zeros(slots_of_all, size, dtype=torch.int8 if in_bytes else torch.bfloat16) for size in (rank, rotated)]
+    scales = [torch.zeros(slots_of_all) for _ in range(2 if in_bytes else 0)]
+    inputs = [torch.empty(len(past), *sizes).bfloat16() for sizes in ((heads, plain + rotated), (rank,), (rotated,))]
+    for row, position in enumerate(past):
+        generator = torch.Generator().manual_seed(position)
+        for own in inputs:
+            own[row] = torch.randn(own.shape[1:], generator=generator)
+        slots = [int(blocks[row, place // block_size]) * block_size + place % block_size for place in range(position)]
+        for part, size in enumerate((rank, rotated)):
+            drawn = torch.randn(position, size, generator=generator).bfloat16()
+            rounded = to_int8(drawn)
+            stored[part][slots] = rounded.integers if in_bytes else drawn
+            if in_bytes:
+                scales[part][slots] = rounded.scales
+    up = torch.randn(heads, plain + value, rank, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ones, zeros = torch.ones(len(past), rotated).bfloat16(), torch.zeros(len(past), rotated).bfloat16()
+    made = kernels.attend_latent(
+        [tensor.data_ptr() for tensor in (*inputs, ones, zeros)],
+        [tensor.stride(0) for tensor in inputs],
+        [part.data_ptr() for part in (*stored, *scales)],
+        up.data_ptr(),
+        (len(past), heads, plain, rotated, rank, value),
+        (blocks.numpy(), np.array(past), block_size, False),
+        0.2,
+        pairs=False,
+    )
+    return as_bfloat16(made)
