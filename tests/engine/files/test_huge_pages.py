@@ -62,6 +62,6 @@ def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatc
 
 @needs_huge_pages
 def test_small_parts_have_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large cache with many groups, each group would take a huge page for its first position."""
+    """Each group of a large cache would take a huge page for its first position."""
     monkeypatch.delattr(huge_pages.mmap, "mmap")
     assert not zeros((64, PAGE // 64, 64), torch.int8).any()
