@@ -38,12 +38,13 @@ from results import NOT_POSSIBLE_HERE, markdown, save
 from compress.export.gguf import export_gguf
 from compress.options.export import GgufExportOptions
 from engine.checkpoint.checkpoint import EMBEDDINGS
-from engine.expert_cache.file_memory import Extent, FileMemory
+from engine.expert_cache.file_memory import FileMemory
 from engine.expert_cache.places import Part
 from engine.expert_cache.policies import compared
 from engine.expert_cache.readers import NOW, Loading, Readers
 from engine.families.resolve import decoder_config
 from engine.families.tensor_shapes import expected_tensors, names_on_disk
+from engine.files.mapped_file import Extent
 from engine.files.safetensors_file import SafetensorsFile
 from engine.generation.generate import Engine
 

@@ -73,7 +73,8 @@ def serve_with_faults(every: int, arguments: list[str]) -> None:
     """Run the command line with a disk of which every so many reads is slow, or fails, in turn."""
     from cli import main as run
     from engine.errors import CheckpointError
-    from engine.expert_cache.file_memory import Extent, FileMemory
+    from engine.expert_cache.file_memory import FileMemory
+    from engine.files.mapped_file import Extent
 
     read, calls = FileMemory.read, count(1)
 

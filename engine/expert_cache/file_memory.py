@@ -13,33 +13,20 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.files.mapped_file import MappedFile
+from engine.files.mapped_file import Extent, MappedFile, extent_of, read_part
 from engine.passes.heap import of_libc
 
 PAGE = max(4096, mmap.PAGESIZE)
 """Bytes of a page. Direct I/O takes offsets, addresses and lengths that are multiples of it on every usual disk."""
-_MOST_BYTES_OF_A_CALL = 1 << 30
 _MOVE = 1 | 2 | 4
 """MREMAP_MAYMOVE, MREMAP_FIXED and MREMAP_DONTUNMAP: the old place stays, without memory. Linux has it since 5.7."""
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """A mapping larger than memory is refused without it. Linux's value is 0x4000."""
-
-
-class Extent(NamedTuple):
-    """Some consecutive bytes of a file."""
-
-    begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """Number of bytes."""
-        return self.end - self.begin
 
 
 class FileMemory:
@@ -63,9 +50,7 @@ class FileMemory:
 
     def extent_of(self, tensor: Tensor) -> Extent:
         """Return the bytes of the file from a tensor's first to its last, whatever its strides are."""
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        begin = tensor.data_ptr() - self._address
-        return Extent(begin, begin + (last + 1) * tensor.element_size())
+        return extent_of(tensor, self._address)
 
     def read(self, extent: Extent) -> None:
         """Read a part of the file, from page to page. Several threads may read at once.
@@ -73,18 +58,9 @@ class FileMemory:
         Raises CheckpointError for a disk that fails and for a file that has become shorter.
         """
         place, end = _down(extent.begin), _up(extent.end)
-        while place < min(end, self._size):
-            part = self._bytes[place : min(end, place + _MOST_BYTES_OF_A_CALL)]
-            try:
-                count = os.preadv(self._descriptor, [part], place)
-            except OSError as error:
-                reason = error.strerror or type(error).__name__
-                raise CheckpointError(f"{self.path}: weights cannot be read ({reason}); check the disk") from error
-            if count == 0:
-                raise CheckpointError(f"{self.path}: file became shorter while in use; start again once it is written")
-            place += count
+        read_part(self.path, self._descriptor, self._bytes[place:end], place, min(end, self._size) - place)
         if not self.is_direct:
-            os.posix_fadvise(self._descriptor, _down(extent.begin), end - _down(extent.begin), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._descriptor, place, end - place, os.POSIX_FADV_DONTNEED)
 
     def hold(self, extent: Extent) -> int:
         """Note that a part is loaded, before it is read. Returns the bytes of memory that this takes."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import UnsupportedError
-from engine.expert_cache.file_memory import Extent, FileMemory
+from engine.expert_cache.file_memory import FileMemory
 from engine.expert_cache.policies import Key
 from engine.families.tensor_names import expert_parts, expert_tensor
+from engine.files.mapped_file import Extent
 from engine.kernels.stored.quantized_weight import Weight
 
 SMALL_BYTES = 16_384

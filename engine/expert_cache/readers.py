@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from engine.expert_cache.file_memory import Extent
 from engine.expert_cache.places import Part
+from engine.files.mapped_file import Extent
 
 READERS = 4
 """Threads that read at the same time. One fills no disk: a read waits for the disk's answer before the next one begins."""

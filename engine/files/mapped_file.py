@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 
 from engine.errors import CheckpointError
 from engine.files.element_type import ElementType
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RELEASE_EVERY_BYTES = 64 << 20
 """Bytes that are read before their mapped pages are given back."""
+_MOST_BYTES_OF_A_CALL = 1 << 30
 SMALL_BYTES, SAMPLE_BYTES = 16_384, 4_096
 """Sizes in bytes: a tensor up to SMALL_BYTES is sampled completely; a larger one is sampled by SAMPLE_BYTES bytes."""
 
@@ -47,6 +48,43 @@ class TensorEntry:
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
         return self.end - self.begin
+
+
+class Extent(NamedTuple):
+    """Some consecutive bytes of a file."""
+
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.end - self.begin
+
+
+def extent_of(tensor: torch.Tensor, address: int) -> Extent:
+    """Return the bytes from a tensor's first to its last, whatever its strides are. address: of the file's first byte."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr() - address
+    return Extent(begin, begin + (last + 1) * tensor.element_size())
+
+
+def read_part(path: Path, descriptor: int, target: memoryview, place: int, size: int) -> None:
+    """Read `size` bytes of weights, from a place of an open file on. Several threads may read at once.
+
+    target: memory, which may be longer, as direct I/O needs it. Raises CheckpointError for a disk that fails and for a file
+    that has become shorter.
+    """
+    done = 0
+    while done < size:
+        try:
+            count = os.preadv(descriptor, [target[done : done + _MOST_BYTES_OF_A_CALL]], place + done)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise CheckpointError(f"{path}: weights cannot be read ({reason}); check the disk") from error
+        if count == 0:
+            raise CheckpointError(f"{path}: file became shorter while in use; start again once it is written")
+        done += count
 
 
 def _identity(file: BinaryIO) -> tuple[int, int, int, int]:

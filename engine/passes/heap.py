@@ -37,3 +37,10 @@ def of_libc(name: str) -> Any | None:
     except (AttributeError, OSError, TypeError):
         return None
     return found
+
+
+def advise(begin: int, size: int, advice: int) -> None:
+    """Call madvise for memory at an address; does nothing where the system has none, or refuses."""
+    if (function := of_libc("madvise")) is not None:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        function(begin, size, advice)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from engine.errors import CheckpointError, OptionError
+from engine.errors import OptionError
 from engine.files.huge_pages import huge_page_bytes
 from engine.files.json_file import reading
-from engine.files.mapped_file import MappedFile
-from engine.passes.heap import of_libc
+from engine.files.mapped_file import Extent, MappedFile, extent_of, read_part
+from engine.passes.heap import advise, of_libc
 
 LEAST_BYTES = 64 << 20
 """Bytes of weights from which they are moved. Most processors' caches and tables of pages hold less."""
@@ -29,13 +28,6 @@ _FIXED = 0x10
 """MAP_FIXED of Linux."""
 _BYTES_OF_A_CALL = 8 << 20
 _MOST_THREADS = 4
-
-
-class _Span(NamedTuple):
-    """Some whole pages of a file."""
-
-    begin: int
-    end: int
 
 
 def hold_weights(files: Sequence[MappedFile], weights: Iterable[Tensor], most_bytes: int) -> bool:
@@ -51,11 +43,11 @@ def hold_weights(files: Sequence[MappedFile], weights: Iterable[Tensor], most_by
         return False
     mapped = [(file, address) for file in files if (address := file.address) is not None]
     held = [_spans((weight for weight in every if _lies_in(weight, *each)), each[1]) for each in mapped]
-    if sum(span.end - span.begin for spans in held for span in spans) > most_bytes:
+    if sum(span.size for spans in held for span in spans) > most_bytes:
         return False
     for weight in every:
         if not any(_lies_in(weight, *each) for each in mapped):
-            _collapse(weight.data_ptr(), _last_byte(weight) + 1, size)
+            _collapse(extent_of(weight, 0), size)
     for (file, address), spans in zip(mapped, held, strict=True):
         _hold(file, address, spans)
     return True
@@ -65,25 +57,19 @@ def _lies_in(weight: Tensor, file: MappedFile, address: int) -> bool:
     return address <= weight.data_ptr() < address + file.size
 
 
-def _spans(weights: Iterable[Tensor], address: int) -> list[_Span]:
+def _spans(weights: Iterable[Tensor], address: int) -> list[Extent]:
     """Return the pages of a file that hold these weights, in as few parts as possible."""
     page = mmap.PAGESIZE
-    spans: list[_Span] = []
-    for place, last in sorted((weight.data_ptr() - address, _last_byte(weight) - address) for weight in weights):
-        begin, end = place // page * page, (last // page + 1) * page
+    spans: list[Extent] = []
+    for extent in sorted(extent_of(weight, address) for weight in weights):
+        begin, end = extent.begin // page * page, -(-extent.end // page) * page
         if spans and begin <= spans[-1].end + _GAP_BYTES:
             begin, end = spans[-1].begin, max(end, spans.pop().end)
-        spans.append(_Span(begin, end))
+        spans.append(Extent(begin, end))
     return spans
 
 
-def _last_byte(weight: Tensor) -> int:
-    """Return the address of the last byte of a weight, whatever its strides are."""
-    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
-    return weight.data_ptr() + (last + 1) * weight.element_size() - 1
-
-
-def _hold(file: MappedFile, address: int, spans: Sequence[_Span]) -> None:
+def _hold(file: MappedFile, address: int, spans: Sequence[Extent]) -> None:
     """Replace pages of a file's mapping, which begins at an address, by huge pages with the same content."""
     if not spans:
         return
@@ -91,7 +77,7 @@ def _hold(file: MappedFile, address: int, spans: Sequence[_Span]) -> None:
         file.check_unchanged(opened)
         waiting = []
         for span in spans:
-            _clear(address + span.begin, span.end - span.begin)
+            _clear(address + span.begin, span.size)
             file.keep(span.begin, span.end)
             places = [*range(span.begin, min(span.end, file.size), _BYTES_OF_A_CALL), min(span.end, file.size)]
             waiting += [pool.submit(_read, file, opened.fileno(), address, *each) for each in pairwise(places)]
@@ -106,37 +92,21 @@ def _clear(address: int, size: int) -> None:
     )
     if own != address:
         raise OptionError(f"the system has no {size / 1e9:.1f} GB of memory for weights; give --load-mode mapped")
-    _advise(address, size, mmap.MADV_HUGEPAGE)
+    advise(address, size, mmap.MADV_HUGEPAGE)
 
 
 def _read(file: MappedFile, descriptor: int, address: int, begin: int, end: int) -> None:
     """Read a part of a file to its place in memory."""
     target = memoryview((ctypes.c_char * (end - begin)).from_address(address + begin)).cast("B")
-    place = begin
-    while place < end:
-        try:
-            count = os.preadv(descriptor, [target[place - begin :]], place)
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise CheckpointError(f"{file.path}: weights cannot be read ({reason}); check the disk") from error
-        if count == 0:
-            raise CheckpointError(f"{file.path}: file became shorter while in use; start again once it is written")
-        place += count
+    read_part(file.path, descriptor, target, begin, end - begin)
 
 
-def _collapse(begin: int, end: int, size: int) -> None:
-    """Move what lies between two addresses to huge pages, as far as it fills them. A system that cannot changes nothing."""
-    first, last = -(-begin // size) * size, end // size * size
+def _collapse(addresses: Extent, size: int) -> None:
+    """Move what lies at these addresses to huge pages, as far as it fills them. A system that cannot changes nothing."""
+    first, last = -(-addresses.begin // size) * size, addresses.end // size * size
     if first < last:
-        _advise(first, last - first, mmap.MADV_HUGEPAGE)
-        _advise(first, last - first, _COLLAPSE)
-
-
-def _advise(address: int, size: int, advice: int) -> None:
-    advise = of_libc("madvise")
-    if advise is not None:
-        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        advise(address, size, advice)
+        advise(first, last - first, mmap.MADV_HUGEPAGE)
+        advise(first, last - first, _COLLAPSE)
 
 
 @cache

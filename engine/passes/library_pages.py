@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from engine.passes.heap import of_libc
+from engine.passes.heap import advise
 
 _MAPS = Path("/proc/self/smaps")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
@@ -25,9 +24,6 @@ def release_library_pages() -> None:
         lines = _MAPS.read_text().splitlines()
     except OSError:
         return
-    if (advise := of_libc("madvise")) is None:
-        return
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for begin, end in code_ranges(lines):
         advise(begin, end - begin, mmap.MADV_DONTNEED)
 

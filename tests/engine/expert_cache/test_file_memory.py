@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CheckpointError
-from engine.expert_cache.file_memory import PAGE, Extent, FileMemory
+from engine.expert_cache.file_memory import PAGE, FileMemory
 from engine.expert_cache.places import Part
 from engine.expert_cache.readers import AHEAD, NOW, PIECE_BYTES, Loading, Readers
+from engine.files.mapped_file import Extent
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.safetensors_writer import write_tensors
 
