@@ -25,7 +25,7 @@ from engine.kernels.compiler.compiling import KERNELS, Kernel, prepare
 from engine.kernels.compiler.crew import OWN_TABLE
 from engine.kernels.compiler.instructions import LANES
 from engine.kernels.compiler.parallel import ONE_THREAD_BYTES, TABLE_ADDRESS, threads_used, use_threads, uses_openmp
-from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
+from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS, MULTIPLIES_QUADRUPLES
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.panels import multiplies_many
 from engine.kernels.products import PRODUCTS
@@ -94,6 +94,7 @@ __all__ = [
     "MULTIPLE_OF_OUTPUTS",
     "MULTIPLIES_BFLOAT16",
     "MULTIPLIES_INTEGERS",
+    "MULTIPLIES_QUADRUPLES",
     "NO_NORM",
     "ONE_THREAD_BYTES",
     "OUTSIDE",

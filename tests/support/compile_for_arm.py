@@ -16,8 +16,10 @@ from unittest import mock
 from llvmlite import binding
 
 TRIPLE = "aarch64-unknown-linux-gnu"
-OF_PAIRS = ("multiply_pairs", "multiply_panel", "multiply_paired", "multiply_keys", "add_weighted_pairs")
+OF_PAIRS = ("multiply_pairs", "multiply_panel", "multiply_paired", "score_pairs", "add_weighted_pairs")
 """Kernels that are loaded only where the processor multiplies pairs of bfloat16."""
+OF_QUADRUPLES = ("score_bytes", "add_weighted_bytes")
+"""Kernels that are loaded only where the processor multiplies bytes four at a time."""
 INSTRUCTIONS = ("usdot", "sdot", "bfdot", "fmla")
 
 
@@ -29,9 +31,11 @@ def main() -> None:
     with mock.patch.object(binding, "get_process_triple", return_value=TRIPLE):
         from engine.kernels import compiled
         from engine.kernels.compiler.compiling import KERNELS
-        from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS
+        from engine.kernels.compiler.processor import MULTIPLIES_INTEGERS, MULTIPLIES_QUADRUPLES
 
         left_out = set() if compiled.MULTIPLIES_BFLOAT16 else set(OF_PAIRS)
+        if not MULTIPLIES_QUADRUPLES:
+            left_out |= set(OF_QUADRUPLES)
         if not MULTIPLIES_INTEGERS:  # blocks are multiplied with float32 then
             left_out |= {f"multiply_{name.lower()}" for name in compiled.BLOCK_KINDS}
         found = {name: KERNELS[name].assembly() for name in names or KERNELS if name not in left_out}

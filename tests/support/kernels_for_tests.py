@@ -22,6 +22,7 @@ def needs_kernels(feature: str, reason: str) -> pytest.MarkDecorator:
 
 
 needs_integers = needs_kernels("MULTIPLIES_INTEGERS", "this processor does not multiply low-bit matrices as integers")
+needs_quadruples = needs_kernels("MULTIPLIES_QUADRUPLES", "this processor does not multiply 8-bit integers four at a time")
 needs_pairs = needs_kernels("MULTIPLIES_BFLOAT16", "this processor does not multiply pairs of bfloat16")
 LACKING = {"AVX2 alone": r"(?:avx512|amx)\w*", "AVX-512 without BF16": r"(?:avx512bf16|amx)\w*"}
 """Patterns of the features that older processors lack, by what these have."""

@@ -10,13 +10,13 @@ import numpy as np
 from engine.kernels.attention.cached_vectors import (
     NO_MORE,
     PRODUCTS,
-    WIDENED,
     add_values,
+    keep_query,
     keep_vector,
-    room_for_wide,
+    query_bytes,
+    room_for_scores,
     score_keys,
     slot_of,
-    takes_pairs,
     value_bytes,
 )
 from engine.kernels.attention.instructions import exponentials, largest_of
@@ -143,14 +143,13 @@ def softmax_piece(scores_RP: Any, scale: Any, totals_R2: Any) -> None:
 
 
 @helper
-def _prepare_queries(address: Any, cosine_R: Any, sine_R: Any, query_RE: Any, rounded_RE: Any) -> None:
-    """Rotate the queries of a group, and round them to bfloat16 where pairs of it are multiplied."""
-    rows, size = query_RE.shape
+def _prepare_queries(address: Any, keys: Any, cosine_R: Any, sine_R: Any, rows: Any, prepared: Any) -> None:
+    """Rotate the queries of a group, and prepare them for the keys of a cache."""
+    size = keys[2]
+    turned_E = np.empty(size, np.float32)
     for row in range(rows):
-        rotate_head(address + 2 * row * size, cosine_R, sine_R, query_RE[row])
-    for row in range(rounded_RE.shape[0]):
-        for index in range(size):
-            rounded_RE[row, index] = narrow(query_RE[row, index])
+        rotate_head(address + 2 * row * size, cosine_R, sine_R, turned_E)
+        keep_query(keys, turned_E, prepared, row)
 
 
 @kernel(BLOCK, calls=("multiply_wide", *PRODUCTS, "add_weighted"))
@@ -169,22 +168,17 @@ def attend_piece(address: Any, work: Any) -> None:
     cosine_R, sine_R = angles_of(job, sequence)
     if job.repeats == 0 and job.most == 1:
         _append(job, sequence, group, slot_of(job, blocks_M, past), cosine_R, sine_R)
-    query_RE = np.empty((per_group, size), np.float32)
-    rounded_RE = np.empty((per_group if takes_pairs(size) else 0, size), np.uint16)
-    queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
-    _prepare_queries(queries, cosine_R, sine_R, query_RE, rounded_RE)
-    first = first_seen(job.window, past) + PIECE * piece
-    scores_RP = np.empty((per_group, min(PIECE, past + 1 - first)), np.float32)
-    prepared = address_of(rounded_RE) if takes_pairs(size) else address_of(query_RE)
     keys = _of_group(job, job.keys, job.key_scales, group)
-    wide_WE = room_for_wide(keys, per_group, WIDENED)
-    score_keys(job, keys, NO_MORE, blocks_M, first, prepared, 0, scores_RP, wide_WE)
-    keep(query_RE)
-    keep(rounded_RE)
+    prepared = np.zeros(query_bytes(keys, per_group), np.uint8)
+    queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
+    _prepare_queries(queries, keys, cosine_R, sine_R, per_group, address_of(prepared))
+    first = first_seen(job.window, past) + PIECE * piece
+    scores_RP = room_for_scores(per_group, min(PIECE, past + 1 - first))[:per_group]
+    score_keys(job, keys, NO_MORE, blocks_M, first, address_of(prepared), 0, scores_RP)
+    keep(prepared)
     softmax_piece(scores_RP, job.scale, numba.carray(floats(job.totals + 8 * work * per_group), (per_group, 2)))
     values = _of_group(job, job.values, job.value_scales, group)
-    add_values(job, values, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size, wide_WE, False)
-    keep(wide_WE)
+    add_values(job, values, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size, False)
     if job.most == 1:
         _finish(job, sequence, group, work, 1)
 

@@ -13,12 +13,15 @@ import numpy as np
 
 from engine.kernels.attention.cached_vectors import (
     BFLOAT16_BYTES,
+    AS_FLOATS,
     NO_MORE,
     PRODUCTS,
-    WIDENED,
     add_values,
+    form_of_cache,
+    keep_query,
     keep_vector,
-    room_for_wide,
+    query_bytes,
+    room_for_scores,
     score_keys,
     slot_of,
     takes_pairs,
@@ -51,10 +54,10 @@ LATENT = np.dtype(
         *((name, np.int64) for name in ("blocks", "blocks_of_one", "past", "block_size")),  # as in ATTENTION
         ("results", np.int64),  # [B, H, V] bfloat16
         ("scale", np.float32),  # factor of the scores
-        # The kernel computes the remaining fields, for its blocks. Queries are bfloat16 where `takes_pairs` says so of their
-        # size, and else float32. A work W is one piece of the positions of one sequence for up to HEADS heads.
-        ("absorbed", np.int64),  # [B, H, C]: queries in the space of latent vectors
-        ("turned", np.int64),  # [B, H, R]: rotated queries
+        # The kernel computes the remaining fields, for its blocks. A work W is one piece of the positions of one sequence
+        # for up to HEADS heads.
+        ("absorbed", np.int64),  # of each B: queries in the space of latent vectors, as `keep_query` writes them
+        ("turned", np.int64),  # of each B: rotated queries
         ("begins", np.int64),  # [B + 1] the first work of each sequence, and the end of the last
         ("sums", np.int64),  # [W, HEADS, C] float32, as in ATTENTION
         ("totals", np.int64),  # [W, HEADS, 2] float32
@@ -84,23 +87,15 @@ def _turn(job: Any, sequence: Any, x: Any, turned_R: Any) -> None:
 
 
 @inline
-def _bytes(size: Any) -> Any:
-    """Return the bytes of a number of a query of this size."""
-    return 2 if takes_pairs(size) else 4
+def _latents(job: Any) -> Any:
+    """Return the cached latent vectors, as `cached_vectors` takes them."""
+    return job.keys, job.key_scales, job.rank
 
 
-@helper
-def _keep_query(x_S: Any, place: Any) -> None:
-    """Write a query to its place, as its size asks for."""
-    size = x_S.shape[0]
-    if takes_pairs(size):
-        half_S = numba.carray(halves(place), (size,))
-        for index in range(size):
-            half_S[index] = narrow(x_S[index])
-    else:
-        float_S = numba.carray(floats(place), (size,))
-        for index in range(size):
-            float_S[index] = x_S[index]
+@inline
+def _rotated_keys(job: Any) -> Any:
+    """Return the cached rotated keys, as `cached_vectors` takes them."""
+    return job.values, job.value_scales, job.rotated
 
 
 @kernel(BLOCK, calls=("add_weighted",))
@@ -114,22 +109,11 @@ def latent_query_block(address: Any, work: Any) -> None:
     given, made = address_of(plain_N), address_of(own_C)
     call(add, (up, BFLOAT16_BYTES, job.rank, job.plain, given, job.plain, np.int64(1), made))
     keep(plain_N)
-    _keep_query(own_C, job.absorbed + work * job.rank * _bytes(job.rank))
+    latents, keys = _latents(job), _rotated_keys(job)
+    keep_query(latents, own_C, job.absorbed + sequence * query_bytes(latents, job.heads), head)
     turned_R = np.empty(job.rotated, np.float32)
     _turn(job, sequence, query + 2 * job.plain, turned_R)
-    _keep_query(turned_R, job.turned + work * job.rotated * _bytes(job.rotated))
-
-
-@inline
-def _latents(job: Any) -> Any:
-    """Return the cached latent vectors, as `cached_vectors` takes them."""
-    return job.keys, job.key_scales, job.rank
-
-
-@inline
-def _rotated_keys(job: Any) -> Any:
-    """Return the cached rotated keys, as `cached_vectors` takes them."""
-    return job.values, job.value_scales, job.rotated
+    keep_query(keys, turned_R, job.turned + sequence * query_bytes(keys, job.heads), head)
 
 
 @helper
@@ -160,25 +144,21 @@ def latent_piece(address: Any, work: Any) -> None:
     head, first = part * HEADS, PIECE * piece
     rows, positions = min(HEADS, job.heads - head), min(PIECE, past + 1 - first)
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    scores_HP = np.empty((rows, positions), np.float32)
-    query = sequence * job.heads + head
-    absorbed = job.absorbed + query * job.rank * _bytes(job.rank)
-    turned = job.turned + query * job.rotated * _bytes(job.rotated)
     latents, keys = _latents(job), _rotated_keys(job)
-    wide_PC = room_for_wide(latents, rows, positions)
-    if job.key_scales == 0 and takes_pairs(job.rank) and takes_pairs(job.rotated):
-        score_keys(job, latents, keys, blocks_M, first, absorbed, turned, scores_HP, wide_PC)
+    absorbed = job.absorbed + sequence * query_bytes(latents, job.heads) + query_bytes(latents, head)
+    turned = job.turned + sequence * query_bytes(keys, job.heads) + query_bytes(keys, head)
+    scores_HP = room_for_scores(rows, positions)[:rows]
+    if form_of_cache(latents) == form_of_cache(keys) and form_of_cache(keys) != AS_FLOATS:
+        score_keys(job, latents, keys, blocks_M, first, absorbed, turned, scores_HP)
     else:
-        more_HP, wide_PR = np.empty((rows, positions), np.float32), room_for_wide(keys, rows, WIDENED)
-        score_keys(job, latents, NO_MORE, blocks_M, first, absorbed, 0, scores_HP, wide_PC)
-        score_keys(job, keys, NO_MORE, blocks_M, first, turned, 0, more_HP, wide_PR)
-        keep(wide_PR)
+        more_HP = room_for_scores(rows, positions)[:rows]
+        score_keys(job, latents, NO_MORE, blocks_M, first, absorbed, 0, scores_HP)
+        score_keys(job, keys, NO_MORE, blocks_M, first, turned, 0, more_HP)
         for row in range(rows):
             for position in range(positions):
                 scores_HP[row, position] += more_HP[row, position]
     softmax_piece(scores_HP, job.scale, numba.carray(floats(job.totals + 8 * work * HEADS), (rows, 2)))
-    add_values(job, latents, blocks_M, first, scores_HP, job.sums + 4 * work * HEADS * job.rank, wide_PC, True)
-    keep(wide_PC)
+    add_values(job, latents, blocks_M, first, scores_HP, job.sums + 4 * work * HEADS * job.rank, True)
 
 
 @kernel(BLOCK, calls=("multiply_wide", *PRODUCTS))
@@ -193,15 +173,14 @@ def latent_value_block(address: Any, work: Any) -> None:
     sums_WHC = numba.carray(floats(job.sums + 4 * first * HEADS * rank), (pieces, HEADS, rank))
     sum_C = np.empty(rank, np.float32)
     join_pieces(totals_WH2, sums_WHC, row, NO_SINK, sum_C)
-    prepared, value_V = np.empty(4 * rank, np.uint8), np.empty(job.value_size, np.float32)
-    _keep_query(sum_C, address_of(prepared))
-    up = job.up + 2 * (head * (job.plain + job.value_size) + job.plain) * rank
+    matrix = job.up + 2 * (head * (job.plain + job.value_size) + job.plain) * rank, 0, rank
+    prepared, value_V = np.empty(query_bytes(matrix, 1), np.uint8), room_for_scores(1, job.value_size)[0]
     given, made, table = address_of(prepared), address_of(value_V), kernels_at(job.kernels)
+    keep_query(matrix, sum_C, given, 0)
     if takes_pairs(rank):
-        to = (BFLOAT16_BYTES, job.value_size, job.value_size, np.int64(1), made)
-        call(table.multiply_keys, (up, given, rank, *NO_MORE, *to))
+        call(table.score_pairs, (matrix[0], 0, given, rank, 0, *NO_MORE, job.value_size, 1, made, job.value_size))
     else:
-        call(table.multiply_wide, (up, 0, 1, job.value_size, rank, given, 1, made, job.value_size))
+        call(table.multiply_wide, (matrix[0], 0, 1, job.value_size, rank, given, 1, made, job.value_size))
     keep(prepared)
     results_V = numba.carray(halves(job.results + 2 * work * job.value_size), (job.value_size,))
     for index in range(job.value_size):
@@ -219,7 +198,8 @@ def attend_latent(address: Any) -> None:
         positions += past_B[sequence] + 1
         _append(job, sequence)
     heads = job.sequences * job.heads
-    absorbed, turned = np.empty((heads, job.rank), np.float32), np.empty((heads, job.rotated), np.float32)
+    absorbed = np.zeros(job.sequences * query_bytes(_latents(job), job.heads), np.uint8)
+    turned = np.zeros(job.sequences * query_bytes(_rotated_keys(job), job.heads), np.uint8)
     sums_WHC = np.empty((begins_B[-1], HEADS, job.rank), np.float32)
     totals_WH2 = np.empty((begins_B[-1], HEADS, 2), np.float32)
     job.absorbed, job.turned, job.begins = address_of(absorbed), address_of(turned), address_of(begins_B)

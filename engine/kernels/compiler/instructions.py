@@ -168,15 +168,6 @@ def added_up(builder: Any, vectors: list[Any]) -> list[Any]:
     return [builder.extract_element(ones, INT(place)) for place in range(len(vectors))]
 
 
-def added_up_in_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """Return the sums of 16 vectors in the lanes of one, each with the bits that `added_up` gives."""
-    group = LANES
-    while len(vectors) > 1:
-        vectors = [_merged(builder, a, b, group) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
-        group //= 2
-    return vectors[0]
-
-
 def parts(builder: Any, index: Any, divisor: int, factor: int = 1) -> Any:
     """Return index · factor / divisor, which has no remainder."""
     return builder.udiv(builder.mul(index, INDEX(factor)), INDEX(divisor))

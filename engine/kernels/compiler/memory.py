@@ -31,7 +31,7 @@ def _pointer_to(value: Any) -> Any:
 
 
 halves, floats, integers = _pointer_to(types.uint16), _pointer_to(types.float32), _pointer_to(types.int64)
-signed_bytes, pairs = _pointer_to(types.int8), _pointer_to(types.uint32)
+signed_bytes, numbers, pairs = _pointer_to(types.int8), _pointer_to(types.int32), _pointer_to(types.uint32)
 
 
 def record_at(dtype: np.dtype[Any]) -> Any:
