@@ -12,8 +12,8 @@ import numba
 import numpy as np
 
 from engine.kernels.attention.cached_vectors import (
-    BFLOAT16_BYTES,
     AS_FLOATS,
+    BFLOAT16_BYTES,
     NO_MORE,
     PRODUCTS,
     add_values,
