@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.compiler.compiling import add_kernel, kernel
+from engine.kernels.compiler.compiling import add_kernel
 from engine.kernels.compiler.instructions import (
     BYTE,
     FLOAT,
@@ -44,7 +43,7 @@ from engine.kernels.dot_products import MULTIPLY, PREPARE
 from engine.kernels.stored.block_types import BLOCK_KINDS, RUN, BlockKind, Group
 from engine.kernels.stored.byte_dots import add_dots
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
-from engine.kernels.stored.rounded_vectors import ROUNDED, round_values
+from engine.kernels.stored.rounded_vectors import ROUNDED, round_vector, rounder
 
 _AHEAD = 4096
 """Prefetch distance in bytes."""
@@ -315,12 +314,7 @@ def _widen(weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs
     WORK(weights, first, count, inputs, target)
 
 
-@kernel(PREPARE)
-def prepare_blocks(values: Any, inputs: Any, target: Any) -> None:
-    """Prepare a vector for weights in blocks, where it is rounded to 8 bits."""
-    round_values(values, inputs, 8, ROUNDED, np.float32(1.0), target)
-
-
+add_kernel("prepare_blocks", PREPARE, round_vector, rounder(8, ROUNDED, 1.0))
 for _kind in BLOCK_KINDS.values():
     add_kernel(f"multiply_{_kind.key}", MULTIPLY, _multiply, _product(_kind, _RoundedTerms))
     add_kernel(f"multiply_exact_{_kind.key}", MULTIPLY, _multiply, _product(_kind, _ExactTerms))

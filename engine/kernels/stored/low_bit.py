@@ -213,7 +213,7 @@ class _MatrixRow:
 
 
 class _Rounded(RoundedVector):
-    """One of the vectors that `round_values` writes, as a tile reads it."""
+    """One of the vectors that `rounder` writes, as a tile reads it."""
 
     def dots(self, index: Any, stored: list[Any], bits: int) -> Any:
         """Return sums of four products each, as floats. stored: registers of weights; their values begin at `index`."""

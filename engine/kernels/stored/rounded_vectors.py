@@ -8,11 +8,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
-from engine.kernels.compiler.compiling import inline, kernel
-from engine.kernels.compiler.memory import floats, signed_bytes
+from engine.kernels.compiler.compiling import add_kernel, inline
+from engine.kernels.compiler.instructions import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    IN_ORDER,
+    INDEX,
+    INT,
+    INTS,
+    LANES,
+    at,
+    joined,
+    load,
+    loop,
+    repeated,
+    same,
+    taken,
+)
 from engine.kernels.dot_products import PREPARE
 
 ROUNDED = 32
@@ -48,55 +66,89 @@ def largest_of(values: Any, first: Any, count: Any) -> Any:
     return largest, zero
 
 
-@inline
-def round_values(values: Any, inputs: Any, bits: Any, unit: Any, offset: Any, target: Any) -> None:
-    """Round each 32 float32 values to 8 bits.
+def rounder(bits: int, unit: int, offset: float) -> Any:
+    """Return a function of (address of I float32 values, I, target) that rounds each 32 values to 8 bits.
 
     The I bytes are followed by two rows of float32, with one number for each 32 values: the scales, and scale · Σ rounded ·
     offset. bits, unit: of the weights, for the order of the values: in whole units, and then in runs of 32.
     """
-    groups = inputs // ROUNDED
-    values_I, rounded_I = numba.carray(floats(values), (inputs,)), numba.carray(signed_bytes(target), (inputs,))
-    scales_G = numba.carray(floats(target + inputs), (groups,))
-    offsets_G = numba.carray(floats(target + inputs + 4 * groups), (groups,))
-    whole = inputs - inputs % unit
-    for group in range(groups):
-        first = group * ROUNDED
-        largest, zero = largest_of(values_I, first, ROUNDED)
-        scale = largest / np.float32(127.0) + zero
-        inverse = np.float32(127.0) / largest if largest > np.float32(0.0) else np.float32(0.0)
-        total = np.int32(0)
-        run = unit if first < whole else ROUNDED
-        for index in range(first, first + ROUNDED):
-            value = np.int32(np.rint(values_I[index] * inverse))
-            total += value
-            rounded_I[index - index % run + place_in_unit(index % run, bits, run)] = np.int8(value)
-        scales_G[group] = scale
-        offsets_G[group] = scale * np.float32(total) * offset
+    count = 1 if bits == 8 else (4 if bits == 3 else 8 // bits)  # of runs of a unit, one after the other
+    each = ROUNDED // count
+    order = [place_in_unit.py_func(value, bits, ROUNDED) for value in range(ROUNDED)]
+    sources = sorted(range(ROUNDED), key=order.__getitem__)
+
+    def rounds(context: Any, values: Any, inputs: Any, target: Any) -> Any:
+        return types.void(*[types.int64] * 3), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, inputs, target = arguments
+        groups, scales = builder.udiv(inputs, INDEX(ROUNDED)), builder.add(target, inputs)
+        offsets = at(builder, scales, groups, 4)
+
+        def rounding(size: int) -> Any:
+            """Return the body of a loop over groups, which lie in units of so many values."""
+
+            def body(group: Any, _: list[Any]) -> list[Any]:
+                first = builder.mul(group, INDEX(ROUNDED))
+                place = builder.urem(first, INDEX(size))
+                start = builder.add(builder.sub(first, place), builder.udiv(place, INDEX(count)))
+                halves = [load(builder, at(builder, values, builder.add(first, INDEX(h)), 4), FLOATS) for h in (0, LANES)]
+                scale, inverse = _scale_of(builder, halves)
+                rounded = [_rounded(builder, half, inverse) for half in halves]
+                data = builder.trunc(joined(builder, rounded), ir.VectorType(BYTE, ROUNDED))
+                for run in range(count):
+                    part = taken(builder, data, sources[run * each : (run + 1) * each])
+                    own = builder.add(builder.add(target, start), INDEX(run * size // count))
+                    builder.store(part, builder.inttoptr(own, part.type.as_pointer()), align=1)
+                total = builder.sitofp(_reduced(builder, "add", builder.add(*rounded)), FLOAT)
+                shift = builder.fmul(builder.fmul(scale, total, flags=IN_ORDER), FLOAT(offset), flags=IN_ORDER)
+                for row, value in ((scales, scale), (offsets, shift)):
+                    builder.store(value, builder.inttoptr(at(builder, row, group, 4), FLOAT.as_pointer()), align=1)
+                return []
+
+            return body
+
+        whole = builder.mul(builder.udiv(inputs, INDEX(unit)), INDEX(unit // ROUNDED))
+        loop(builder, INDEX(0), whole, 1, [], rounding(unit))
+        loop(builder, whole, groups, 1, [], rounding(ROUNDED))
+        return context.get_dummy_value()
+
+    return intrinsic(rounds)
 
 
-_UNIT_OF_8, _UNIT_OF_4, _UNIT_OF_3, _UNIT_OF_2 = (UNIT[bits] for bits in (8, 4, 3, 2))
+def _reduced(builder: Any, operation: str, vector: Any) -> Any:
+    """Return one integer: the lanes of a vector, joined by an operation."""
+    kind = ir.FunctionType(INT, [vector.type])
+    name = f"llvm.vector.reduce.{operation}.v{vector.type.count}i32"
+    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), [vector])
 
 
-@kernel(PREPARE)
-def prepare_8(values: Any, inputs: Any, target: Any) -> None:
-    """Prepare a vector for 8-bit weights."""
-    round_values(values, inputs, 8, _UNIT_OF_8, np.float32(128.0), target)
+def _scale_of(builder: Any, halves: list[Any]) -> tuple[Any, Any]:
+    """Return the scale of 32 values, NaN where one is not finite, and its inverse."""
+    magnitudes = [builder.and_(builder.bitcast(half, INTS), same(INTS, 0x7FFFFFFF)) for half in halves]
+    larger = builder.select(builder.icmp_unsigned(">", *magnitudes), *magnitudes)
+    largest = builder.bitcast(_reduced(builder, "umax", larger), FLOAT)  # magnitudes are ordered as their bits are
+    zero = builder.fmul(largest, FLOAT(0.0), flags=IN_ORDER)
+    scale = builder.fadd(builder.fdiv(largest, FLOAT(127.0), flags=IN_ORDER), zero, flags=IN_ORDER)
+    inverse = builder.fdiv(FLOAT(127.0), largest, flags=IN_ORDER)
+    return scale, builder.select(builder.fcmp_ordered(">", largest, FLOAT(0.0)), inverse, FLOAT(0.0))
 
 
-@kernel(PREPARE)
-def prepare_4(values: Any, inputs: Any, target: Any) -> None:
-    """Prepare a vector for 4-bit weights."""
-    round_values(values, inputs, 4, _UNIT_OF_4, np.float32(8.0), target)
+def _rounded(builder: Any, values: Any, inverse: Any) -> Any:
+    """Return 16 values times the inverse of their scale as integers."""
+    nearest = builder.module.declare_intrinsic("llvm.rint.v16f32", fnty=ir.FunctionType(FLOATS, [FLOATS]))
+    scaled = builder.fmul(values, repeated(builder, inverse, LANES), flags=IN_ORDER)
+    return builder.fptosi(builder.call(nearest, [scaled]), INTS)
 
 
-@kernel(PREPARE)
-def prepare_3(values: Any, inputs: Any, target: Any) -> None:
-    """Prepare a vector for 3-bit weights."""
-    round_values(values, inputs, 3, _UNIT_OF_3, np.float32(4.0), target)
+WORK: Any = None
+"""The code of a kernel, which `add_kernel` puts in this place."""
 
 
-@kernel(PREPARE)
-def prepare_2(values: Any, inputs: Any, target: Any) -> None:
-    """Prepare a vector for 2-bit weights."""
-    round_values(values, inputs, 2, _UNIT_OF_2, np.float32(2.0), target)
+def round_vector(values: Any, inputs: Any, target: Any) -> None:
+    """Round a vector for weights. A kernel is made of it with each `rounder`."""
+    WORK(values, inputs, target)
+
+
+for _bits, _offset in ((8, 128.0), (4, 8.0), (3, 4.0), (2, 2.0)):
+    add_kernel(f"prepare_{_bits}", PREPARE, round_vector, rounder(_bits, UNIT[_bits], _offset))
