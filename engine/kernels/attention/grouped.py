@@ -51,6 +51,7 @@ ATTENTION = np.dtype(
         # The kernel computes the remaining fields, for its blocks. A work W is one piece for one group of one sequence.
         ("begins", np.int64),  # [B + 1] the first work of each sequence, and the end of the last
         ("most", np.int64),  # pieces of the longest sequence
+        ("prepared", np.int64),  # of each group of each B: rotated queries, as `keep_query` writes them
         ("sums", np.int64),  # [W, R, E] float32: sums of values, weighted by e^(score − largest score of the piece)
         ("totals", np.int64),  # [W, R, 2] float32: the largest score and the sum of the weights
     ],
@@ -121,15 +122,31 @@ def _pieces(window: Any, past: Any) -> Any:
     return (past - first_seen(window, past)) // PIECE + 1
 
 
-@kernel(BLOCK)
-def append_block(address: Any, work: Any) -> None:
-    """Write the new key and value of one group of one sequence into the cache."""
-    job = attention_at(address)
-    sequence, group = work // job.groups, work % job.groups
+@helper
+def _begin_group(job: Any, sequence: Any, group: Any, prepared: Any) -> None:
+    """Write the new key and value of one group of one sequence into the cache, and prepare its queries for the keys."""
     past = numba.carray(integers(job.past), (job.sequences,))[sequence]
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    cosine_R, sine_R = angles_of(job, sequence)
+    (cosine_R, sine_R), per_group, size = angles_of(job, sequence), job.heads // job.groups, job.size
     _append(job, sequence, group, slot_of(job, blocks_M, past), cosine_R, sine_R)
+    queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
+    keys, turned_E = _of_group(job, job.keys, job.key_scales, group), np.empty(size, np.float32)
+    for row in range(per_group):
+        rotate_head(queries + 2 * row * size, cosine_R, sine_R, turned_E)
+        keep_query(keys, turned_E, prepared, row)
+
+
+@inline
+def _prepared(job: Any, work: Any) -> Any:
+    """Return the address of the prepared queries of one group of one sequence."""
+    return job.prepared + work * query_bytes(_of_group(job, job.keys, job.key_scales, 0), job.heads // job.groups)
+
+
+@kernel(BLOCK)
+def append_block(address: Any, work: Any) -> None:
+    """Begin one group of one sequence."""
+    job = attention_at(address)
+    _begin_group(job, work // job.groups, work % job.groups, _prepared(job, work))
 
 
 @helper
@@ -140,16 +157,6 @@ def softmax_piece(scores_RP: Any, scale: Any, totals_R2: Any) -> None:
         own = address_of(scores_RP) + 4 * row * positions
         largest = scale * largest_of(own, positions)
         totals_R2[row, 0], totals_R2[row, 1] = largest, exponentials(own, positions, scale, largest)
-
-
-@helper
-def _prepare_queries(address: Any, keys: Any, cosine_R: Any, sine_R: Any, rows: Any, prepared: Any) -> None:
-    """Rotate the queries of a group, and prepare them for the keys of a cache."""
-    size = keys[2]
-    turned_E = np.empty(size, np.float32)
-    for row in range(rows):
-        rotate_head(address + 2 * row * size, cosine_R, sine_R, turned_E)
-        keep_query(keys, turned_E, prepared, row)
 
 
 @kernel(BLOCK, calls=("multiply_wide", *PRODUCTS, "add_weighted"))
@@ -165,17 +172,12 @@ def attend_piece(address: Any, work: Any) -> None:
     pieces = _pieces(job.window, past)
     group, piece = (work - begins_B[sequence]) // pieces, (work - begins_B[sequence]) % pieces
     blocks_M = numba.carray(integers(job.blocks + 8 * sequence * job.blocks_of_one), (job.blocks_of_one,))
-    cosine_R, sine_R = angles_of(job, sequence)
+    prepared, keys = _prepared(job, sequence * job.groups + group), _of_group(job, job.keys, job.key_scales, group)
     if job.repeats == 0 and job.most == 1:
-        _append(job, sequence, group, slot_of(job, blocks_M, past), cosine_R, sine_R)
-    keys = _of_group(job, job.keys, job.key_scales, group)
-    prepared = np.zeros(query_bytes(keys, per_group), np.uint8)
-    queries = job.query + 2 * (sequence * job.query_stride + group * per_group * size)
-    _prepare_queries(queries, keys, cosine_R, sine_R, per_group, address_of(prepared))
+        _begin_group(job, sequence, group, prepared)
     first = first_seen(job.window, past) + PIECE * piece
     scores_RP = room_for_scores(per_group, min(PIECE, past + 1 - first))[:per_group]
-    score_keys(job, keys, NO_MORE, blocks_M, first, address_of(prepared), 0, scores_RP)
-    keep(prepared)
+    score_keys(job, keys, NO_MORE, blocks_M, first, prepared, 0, scores_RP)
     softmax_piece(scores_RP, job.scale, numba.carray(floats(job.totals + 8 * work * per_group), (per_group, 2)))
     values = _of_group(job, job.values, job.value_scales, group)
     add_values(job, values, blocks_M, first, scores_RP, job.sums + 4 * work * per_group * size, False)
@@ -244,7 +246,9 @@ def attend(address: Any) -> None:
         np.empty((begins_B[-1], per_group, job.size), np.float32),
         np.empty((begins_B[-1], per_group, 2), np.float32),
     )
-    job.most = most
+    keys = _of_group(job, job.keys, job.key_scales, 0)
+    prepared = np.zeros(job.sequences * job.groups * query_bytes(keys, per_group), np.uint8)
+    job.most, job.prepared = most, address_of(prepared)
     job.begins, job.sums, job.totals = address_of(begins_B), address_of(sums_WRE), address_of(totals_WR2)
     loop = loop_for(table, 2 * value_bytes(job.key_scales) * job.groups * job.size * positions)  # keys and values
     if job.repeats != 0 or job.most > 1:
@@ -253,5 +257,6 @@ def attend(address: Any) -> None:
     if job.most > 1:
         call(loop, (table.finish_block, address, job.sequences * job.groups))
     keep(begins_B)
+    keep(prepared)
     keep(sums_WRE)
     keep(totals_WR2)
