@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -106,6 +106,7 @@ class GroupedTopK:
     groups: tuple[tuple[int, ...], ...]
     groups_per_token: int
     scale: float = 1.0
+    normalise: ClassVar[bool] = False
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         probabilities_TN = softmax(logits_TN).masked_fill(logits_TN == -torch.inf, -torch.inf)

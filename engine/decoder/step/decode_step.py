@@ -27,10 +27,10 @@ from torch import Tensor
 from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import COMPILED_DTYPES, KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
-from engine.decoder.routing import Routing, Selection, SigmoidTopK, Skipping, rule_of
+from engine.decoder.routing import Routing, Selection, Skipping, rule_of
 from engine.decoder.step.callbacks import BeforeExperts
 from engine.decoder.step.records import Records, records_of
-from engine.decoder.step.rules import fill_factors, fill_sigmoids, has_known_router, is_known, may_be_called
+from engine.decoder.step.rules import fill_factors, fill_groups, fill_sigmoids, has_known_router, is_known, may_be_called
 from engine.decoder.step.tables import serves_layer
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, KernelChoice
 from engine.kernels.linear import as_bfloat16
@@ -205,13 +205,11 @@ class DecodeStep:
             if row["chooses_outside"]:
                 row["gamma1"] = 0
                 continue
-            row["is_wide"], row["by_sigmoid"] = int(block.router_in_float32), int(isinstance(rule, SigmoidTopK))
+            row["is_wide"] = int(block.router_in_float32)
             row["router_form"] = kernels.form_address(kernels.WIDE if block.router_in_float32 else kernels.PLAIN)
             row["normalizes"], row["restores"], row["gamma1"] = int(rule.normalise), 0, 0
             row["weight_scale"] = rule.scale
-            self._rules += fill_factors(row, rule)
-            if isinstance(rule, SigmoidTopK):
-                self._rules += fill_sigmoids(row, rule, len(block.experts))
+            self._rules += fill_factors(row, rule) + fill_sigmoids(row, rule) + fill_groups(row, rule, len(block.experts))
             if row["is_wide"]:
                 self._wide.append((row, block))
             if isinstance(routing, Skipping):
@@ -235,7 +233,7 @@ class DecodeStep:
         if not has_residency:
             return True, is_seen
         # Absent experts are asked for with choices by a softmax, and predicted from the experts' own inputs.
-        if any(own.tables.layers[name].any() for name in ("chooses_outside", "by_sigmoid", "router_norm")):
+        if any(own.tables.layers[name].any() for name in ("chooses_outside", "by_sigmoid", "groups", "router_norm")):
             return False, is_seen
         if self._before is None:
             self._before = BeforeExperts(kernels, own.tables.layers, own.blocks, own.x_TD.shape[1])

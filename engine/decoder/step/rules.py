@@ -29,18 +29,29 @@ def is_known(routing: Routing) -> bool:
     arrays = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
     arrays += [rule.bias_N] if isinstance(rule, SigmoidTopK) else []
     plain = (array.dtype == torch.float32 and array.is_cpu and array.is_contiguous() for array in arrays)
-    return type(rule) in (TopK, ScaledTopK, SigmoidTopK) and all(plain)
+    return type(rule) in (TopK, ScaledTopK, GroupedTopK, SigmoidTopK) and all(plain)
 
 
-def fill_sigmoids(row: Any, rule: SigmoidTopK, experts: int) -> list[Any]:
+def fill_sigmoids(row: Any, rule: Any) -> list[Any]:
     """Write a choice by sigmoids into the record of a layer. Returns arrays that must live as long as it."""
+    row["by_sigmoid"] = int(isinstance(rule, SigmoidTopK))
+    if not isinstance(rule, SigmoidTopK):
+        return []
     row["selection_bias"], row["added_to_sum"] = rule.bias_N.data_ptr(), rule.added_to_sum
+    return [rule.bias_N]
+
+
+def fill_groups(row: Any, rule: Any, experts: int) -> list[Any]:
+    """Write the groups that experts are chosen from into the record of a layer. Returns arrays as above."""
+    row["groups"] = 0
+    if not isinstance(rule, GroupedTopK | SigmoidTopK):
+        return []
     row["groups"], row["groups_per_token"] = len(rule.groups), rule.groups_per_token
     group_N = np.zeros(experts, np.int64)
     for number, group in enumerate(rule.groups):
         group_N[list(group)] = number
     row["group_of"] = int(group_N.ctypes.data)
-    return [group_N, rule.bias_N]
+    return [group_N]
 
 
 def fill_factors(row: Any, rule: Any) -> list[Any]:
@@ -60,9 +71,7 @@ def may_be_called(routing: Routing) -> bool:
 
 def has_known_router(kernels: Any, block: MoeBlock) -> bool:
     """Return whether the kernels compute the logits of a block's router."""
-    if block.gate_hidden_HD is not None:
-        return False
-    if block.router_in_float32 and (block.own_norms is not None or not isinstance(rule_of(block.routing), SigmoidTopK)):
+    if block.gate_hidden_HD is not None or (block.router_in_float32 and block.own_norms is not None):
         return False
     norm_D = None if block.own_norms is None else block.own_norms.router_D
     parts = [part for part in (block.router_ND, block.logit_bias_N, norm_D) if part is not None]

@@ -15,26 +15,35 @@ from engine.kernels.step.layers import layer_at
 
 @kernel("void(int64, int64, int64, int64)")
 def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
-    """Write a token's experts by the softmax of its bfloat16 logits, largest first, and their weights."""
-    layer = layer_at(place)
+    """Write a token's experts by the softmax of its float32 logits, largest first, and their weights.
+
+    With groups, experts are chosen as in `routing.GroupedTopK`, and else as in `routing.TopK`.
+    """
+    layer, none = layer_at(place), np.float32(-np.inf)
     experts, slots, normalizes, scale = layer.expert_count, layer.slots, layer.normalizes, layer.weight_scale
-    logits_N, chosen_S = numba.carray(halves(logits), (experts,)), numba.carray(integers(chosen), (slots,))
+    logits_N, chosen_S = numba.carray(floats(logits), (experts,)), numba.carray(integers(chosen), (slots,))
     weights_S = numba.carray(floats(weights), (slots,))
     shares_N = np.empty(experts, np.float32)
-    largest = np.float32(-np.inf)
+    largest = none
     for expert in range(experts):
-        shares_N[expert] = widen(logits_N[expert])
-        largest = max(largest, shares_N[expert])
+        largest = max(largest, logits_N[expert])
     total = np.float32(0.0)
     for expert in range(experts):
-        shares_N[expert] = exp(shares_N[expert] - largest)
+        shares_N[expert] = exp(logits_N[expert] - largest)
         total += shares_N[expert]
+    if layer.groups > 0:
+        for expert in range(experts):
+            if logits_N[expert] == none:
+                shares_N[expert] = none
+        _keep_best_groups(layer, shares_N, 1)
     of_chosen = np.float32(0.0)
     for slot in range(slots):
         best = place_of_largest(shares_N)
-        chosen_S[slot], weights_S[slot] = best, shares_N[best] / total
+        is_empty = shares_N[best] == none and layer.groups > 0
+        chosen_S[slot] = -1 if is_empty else best
+        weights_S[slot] = np.float32(0.0) if is_empty else shares_N[best] / total
         of_chosen += weights_S[slot]
-        shares_N[best] = np.float32(-1.0)
+        shares_N[best] = none
     for slot in range(slots):
         if normalizes:
             weights_S[slot] /= of_chosen
@@ -68,7 +77,7 @@ def choose_by_sigmoid(place: Any, logits: Any, chosen: Any, weights: Any) -> Non
         scores_N[expert] = np.float32(1.0) / (np.float32(1.0) + exp(-logits_N[expert]))
         choice_N[expert] = scores_N[expert] + bias_N[expert] if logits_N[expert] > none else none
     if layer.groups > 0:
-        _keep_best_groups(layer, choice_N)
+        _keep_best_groups(layer, choice_N, 2)
     total = np.float32(0.0)
     for slot in range(slots):
         best = place_of_largest(choice_N)
@@ -89,8 +98,8 @@ def choose_by_sigmoid(place: Any, logits: Any, chosen: Any, weights: Any) -> Non
 
 
 @helper
-def _keep_best_groups(layer: Any, choice_N: Any) -> None:
-    """Set the scores of all experts outside of the best groups to −∞. A group has the sum of its two best experts."""
+def _keep_best_groups(layer: Any, choice_N: Any, judged_by: Any) -> None:
+    """Set the scores of all experts outside of the best groups to −∞. A group has the sum of its best one or two experts."""
     none, groups = np.float32(-np.inf), layer.groups
     group_N = numba.carray(integers(layer.group_of), (layer.expert_count,))
     best_G, second_G = np.full(groups, none), np.full(groups, none)
@@ -101,7 +110,7 @@ def _keep_best_groups(layer: Any, choice_N: Any) -> None:
         elif score > second_G[group]:
             second_G[group] = score
     for group in range(groups):
-        if second_G[group] > none:
+        if judged_by == 2 and second_G[group] > none:
             best_G[group] += second_G[group]
     is_kept_G = np.zeros(groups, np.bool_)
     for _ in range(min(layer.groups_per_token, groups)):

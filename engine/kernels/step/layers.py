@@ -63,7 +63,7 @@ LAYER = np.dtype(
         ("by_sigmoid", np.int64),  # whether they are chosen by sigmoids, with a bias [N] for the choice, float32
         ("selection_bias", np.int64),
         ("expert_factors", np.int64),  # 0, or factors of the experts' weights [N], float32
-        *((name, np.int64) for name in ("groups", "groups_per_token", "group_of")),  # numbers; 0, or each expert's [N]
+        *((name, np.int64) for name in ("groups", "groups_per_token", "group_of")),  # numbers, 0 for none; each expert's [N]
         ("added_to_sum", np.float32),  # to the divisor of normalized weights
         ("is_wide", np.int64),  # whether the router is multiplied in float32, in this FORM
         ("router_form", np.int64),
@@ -334,12 +334,12 @@ def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, tokens = layer_at(place), kernels_at(job.kernels), job.tokens
     count, slots = layer.expert_count, layer.slots
-    logits, wide = np.empty(tokens * count, np.uint16), np.empty(tokens * count if layer.by_sigmoid else 0, np.float32)
+    logits, wide = np.empty(tokens * count, np.uint16), np.empty(tokens * count, np.float32)
     if layer.is_wide != 0:
         _wide_logits(job, place, address_of(wide))
     else:
         _logits(job, place, address_of(logits))
-        for number in range(wide.shape[0]):
+        for number in range(tokens * count):
             wide[number] = widen(logits[number])
     thresholds_T = numba.carray(floats(job.thresholds), (tokens,))
     for token in range(tokens):
@@ -347,7 +347,7 @@ def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
         if layer.by_sigmoid != 0:
             call(table.choose_by_sigmoid, (place, address_of(wide) + 4 * token * count, *own))
         else:
-            call(table.choose_experts, (place, address_of(logits) + 2 * token * count, *own))
+            call(table.choose_experts, (place, address_of(wide) + 4 * token * count, *own))
         if layer.expert_factors != 0:
             call(table.scale_chosen, (place, *own))
         if layer.gamma1 != 0 and slots > layer.keep and thresholds_T[token] > np.float32(0.0):

@@ -1,4 +1,4 @@
-"""The choice of experts by sigmoids within a compiled step, beside the rule of the layers."""
+"""The choice of experts within a compiled step, beside the rules of the layers."""
 
 from __future__ import annotations
 
@@ -11,36 +11,31 @@ from kernels_for_tests import kernels
 from packages_for_tests import needs_numba
 from torch import Tensor
 
-from engine.decoder.routing import NO_EXPERT, Selection, SigmoidTopK
+from engine.decoder.routing import NO_EXPERT, GroupedTopK, Selection, SigmoidTopK, TopK
+from engine.decoder.step.rules import fill_groups, fill_sigmoids
 
 UNEVEN = ((0, 3, 4), (1,), (2, 5, 6, 7, 8), (9, 10, 11))
 EVEN = tuple(tuple(range(first, first + 3)) for first in range(0, 12, 3))
 
 
-def chosen_by_kernel(rule: SigmoidTopK, logits_TN: Tensor) -> Selection:
+def chosen_by_kernel(rule: TopK | GroupedTopK | SigmoidTopK, logits_TN: Tensor) -> Selection:
     tokens, experts = logits_TN.shape
-    group_N = np.zeros(experts, np.int64)
-    for number, group in enumerate(rule.groups):
-        group_N[list(group)] = number
     layer = np.zeros(1, kernels.LAYER)
     given: dict[str, Any] = {
         "expert_count": experts,
         "slots": min(rule.experts_per_token, experts),
-        "selection_bias": rule.bias_N.data_ptr(),
-        "groups": len(rule.groups),
-        "groups_per_token": rule.groups_per_token,
-        "group_of": group_N.ctypes.data,
         "normalizes": rule.normalise,
         "weight_scale": rule.scale,
-        "added_to_sum": rule.added_to_sum,
     }
     for name, value in given.items():
         layer[name] = value
+    arrays = fill_sigmoids(layer, rule) + fill_groups(layer, rule, experts)
     chosen = torch.empty(tokens, given["slots"], dtype=torch.int64)
     weights = torch.empty(tokens, given["slots"])
+    kernel = kernels.KERNELS["choose_by_sigmoid" if isinstance(rule, SigmoidTopK) else "choose_experts"]
     for token in range(tokens):
-        places = logits_TN[token].data_ptr(), chosen[token].data_ptr(), weights[token].data_ptr()
-        kernels.KERNELS["choose_by_sigmoid"](layer.ctypes.data, *places)
+        kernel(layer.ctypes.data, logits_TN[token].data_ptr(), chosen[token].data_ptr(), weights[token].data_ptr())
+    del arrays  # they had to live until here
     return Selection(chosen, weights)
 
 
@@ -64,3 +59,27 @@ def test_choices_by_sigmoid_equal_the_rule(
     apart = (expected.weights.diff(dim=-1).abs() > 1e-6).all(dim=-1)  # where the order of the slots is beyond rounding
     assert torch.equal(made.experts[apart], expected.experts[apart])
     assert ((made.weights > 0) | (made.experts == NO_EXPERT)).all()
+
+
+@needs_numba
+@pytest.mark.parametrize("missing", [0, 1, 5, 11])
+@pytest.mark.parametrize("slots", [1, 4, 20])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        *((TopK, (normalise,)) for normalise in (False, True)),
+        *((GroupedTopK, places) for places in ((EVEN, 2), (UNEVEN, 1), (UNEVEN, 3), (UNEVEN, 9))),
+    ],
+)
+def test_choices_by_softmax_equal_the_rule(kind: Any, more: tuple[Any, ...], slots: int, missing: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_TN = 4.0 * torch.randn(40, 12, generator=generator)
+    for row in logits_TN:
+        row[torch.randperm(12, generator=generator)[:missing]] = -torch.inf
+    rule = kind(slots, *more, scale=2.5)
+    expected, made = rule(logits_TN), chosen_by_kernel(rule, logits_TN)
+    assert torch.allclose(made.weights, expected.weights, rtol=1e-5, atol=1e-30)
+    is_chosen = expected.weights > 0  # without groups, experts that do not exist fill the slots in any order
+    assert torch.equal(made.experts[is_chosen], expected.experts[is_chosen])
+    if kind is GroupedTopK:
+        assert torch.equal(made.experts, expected.experts)
