@@ -232,7 +232,8 @@ class DecodeStep:
             self._calls = _calls(kernels, own.tables.layers)
         if not has_residency:
             return True, is_seen
-        # Absent experts are asked for with choices by a softmax, and predicted from the experts' own inputs.
+        # Absent experts are asked for with choices by a softmax over all experts, and predicted from the experts' own
+        # inputs.
         if any(own.tables.layers[name].any() for name in ("chooses_outside", "by_sigmoid", "groups", "router_norm")):
             return False, is_seen
         if self._before is None:

@@ -1,8 +1,9 @@
 """Weighted sums of cached vectors of 8 bits, as they are stored: sums of four products of bytes.
 
 64 values of four positions are read and put side by side, so that each register holds 16 values of all four. With more than
-a few rows of weights, those of all positions are written to memory that stays in the first-level cache. Weights, which have
-no sign, are rounded to 15 bits in steps of the row's own, w = step · (128·high + low):
+a few rows of weights, those of all positions are written to memory first, and all rows read them there before the next 64
+values overwrite them. Weights, which have no sign, are rounded to 15 bits in steps of the row's own,
+w = step · (128·high + low):
 
     Σ_p w_p · v_p = step · (128 · Σ_p high_p·v_p + Σ_p low_p·v_p)
 

@@ -1,8 +1,9 @@
 """Products of queries with the vectors of a cache, and weighted sums of these, as they are stored: bfloat16 or 8 bits.
 
 A cache of vectors is a tuple of the address of its first slot, the address of the float32 scales of the slots (0 where the
-vectors are bfloat16), and the size E of a vector. Integers of 8 bits are
-multiplied as they are: q · (s·k) = s · (q·k), and p · (s·v) = (p·s) · v.
+vectors are bfloat16), and the size E of a vector. Integers of 8 bits are multiplied as they are, q · (s·k) = s · (q·k) and
+p · (s·v) = (p·s) · v: with queries and weights of 15 bits where the processor multiplies bytes four at a time, and with
+float32 elsewhere and in vectors of more than MOST_OF_BYTES values, which no known model has.
 
 Shape suffixes: R queries that read the same vectors, P positions, E size of a vector, M blocks of a sequence.
 """
@@ -235,7 +236,10 @@ def room_for_scores(rows: Any, positions: Any) -> Any:
 
 @helper
 def _multiply_integers(keys: Any, size: Any, count: Any, queries: Any, results_RP: Any, begin: Any) -> None:
-    """Multiply `count` keys of 8 bits with float32 queries, without products of pairs. begin: the first key's position."""
+    """Multiply `count` keys of 8 bits with float32 queries, where bytes are not multiplied four at a time.
+
+    begin: the first key's position.
+    """
     rows = results_RP.shape[0]
     query_RE, key_PE = numba.carray(floats(queries), (rows, size)), numba.carray(signed_bytes(keys), (count, size))
     for row in range(rows):

@@ -144,7 +144,7 @@ def _prepared(job: Any, work: Any) -> Any:
 
 @kernel(BLOCK)
 def append_block(address: Any, work: Any) -> None:
-    """Begin one group of one sequence."""
+    """Append the new key and value of one group of one sequence, and prepare its queries."""
     job = attention_at(address)
     _begin_group(job, work // job.groups, work % job.groups, _prepared(job, work))
 

@@ -1,4 +1,4 @@
-"""LLVM instructions of attention: products of keys and queries, the softmax of scores, and sums of weighted values.
+"""LLVM instructions of attention: the softmax of scores, and sums of weighted values.
 
 Rows of float32 are processed 16 at a time, and the rest one by one. Where the processor multiplies pairs of bfloat16,
 weights are rounded to bfloat16, as in torch's products of probabilities and values, and two positions are added at once.

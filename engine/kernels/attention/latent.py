@@ -57,7 +57,7 @@ LATENT = np.dtype(
         # The kernel computes the remaining fields, for its blocks. A work W is one piece of the positions of one sequence
         # for up to HEADS heads.
         ("absorbed", np.int64),  # of each B: queries in the space of latent vectors, as `keep_query` writes them
-        ("turned", np.int64),  # of each B: rotated queries
+        ("turned", np.int64),  # of each B: rotated queries, written so too
         ("begins", np.int64),  # [B + 1] the first work of each sequence, and the end of the last
         ("sums", np.int64),  # [W, HEADS, C] float32, as in ATTENTION
         ("totals", np.int64),  # [W, HEADS, 2] float32

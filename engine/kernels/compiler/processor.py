@@ -39,7 +39,8 @@ ADDS_DOT_PRODUCTS = IS_ARM and "+dotprod" in _features_list
 MIXES_SIGNS = IS_ARM and "+i8mm" in _features_list
 """Whether an ARM processor adds up products of four unsigned and four signed bytes."""
 MULTIPLIES_QUADRUPLES = ("+avx512vnni" in _features_list and "+avx512vl" in _features_list) or ADDS_DOT_PRODUCTS
-"""Whether the processor multiplies 8-bit integers four at a time, as low-bit matrices and GGUF's blocks are multiplied."""
+"""Whether the processor multiplies 8-bit integers four at a time, as low-bit matrices, GGUF's blocks and caches of 8 bits
+are multiplied."""
 MULTIPLIES_INTEGERS = MULTIPLIES_QUADRUPLES or "+avx2" in _features_list
 """Whether the processor multiplies low-bit matrices as integers: four bytes at a time, or pairs of 16 bits."""
 MULTIPLIES_BFLOAT16 = "+avx512bf16" in _features_list or (IS_ARM and "+bf16" in _features_list)

@@ -38,6 +38,10 @@ NEARLY_TIED = {"qwen3_5_moe_text", "glm4_moe_lite"}
 """Families in whose first sequence two experts tie, or a number lies between two roundings: either result is right."""
 HAVE_STATES = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "lfm2_moe", "nemotron_h"}
 """Families whose states cannot forget tokens, which are therefore read one by one."""
+CHOOSE_OUTSIDE = ("llama_moe", "ernie4_5_moe")
+"""Families whose experts are chosen outside of the compiled step."""
+GREEDY = {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
+"""DeepSeek V2-Lite's choice, by a softmax in float32 over all experts."""
 SERVED = [family for family in (*FAMILIES, *FURTHER_FAMILIES) if family not in NOT_WHOLE]
 
 
@@ -122,6 +126,7 @@ def test_several_positions_at_once_go_through_layers_with_a_state(family: str, t
         *((family, {}) for family in SERVED),
         ("mixtral", {"sliding_window": 4}),
         ("granitemoe", {"residual_multiplier": 0.3}),
+        ("deepseek_v2", GREEDY),
     ],
 )
 def test_a_step_gives_the_bits_of_the_layers(
@@ -139,15 +144,24 @@ def test_a_step_gives_the_bits_of_the_layers(
     assert torch.equal(served_together(whole, TOKENS[first:]), served_together(layers, TOKENS[first:]))
     assert taken and all(taken)
     assert not is_called_back(step)
+    assert (step._calls > 0) == (family in CHOOSE_OUTSIDE)
 
 
 @needs_numba
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4_text"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4_text")),
+        ("mixtral", {"head_dim": 32}),
+        ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_head_dim": 40}),
+    ],
+)
 def test_a_step_reads_keys_and_values_of_8_bits_as_they_are_stored(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Families with plain, grouped, latent and windowed attention, and with a state beside it."""
-    save_reference(family, tmp_path)
+    """Families with plain, grouped, latent and windowed attention, and with a state beside it; sizes that are multiplied as
+    integers."""
+    save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
     whole, layers = (Decoder(checkpoint.config, checkpoint.source(torch.bfloat16)) for _ in range(2))
     layer_by_layer(layers, monkeypatch)

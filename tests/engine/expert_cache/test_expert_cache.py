@@ -143,6 +143,20 @@ def test_compiled_decoding_computes_the_same(policy: str, reads_ahead: bool, mod
     cache.close()
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.2])
+def test_routers_in_float32_choose_the_same_within_a_limit(threshold: float, tmp_path: Path) -> None:
+    """The choice of DeepSeek V2-Lite. With a threshold, an expert that is absent may be left out."""
+    own = reference_model(
+        "deepseek_v2", topk_method="greedy", n_group=1, topk_group=1, hidden_size=64, moe_intermediate_size=64
+    )
+    own.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    engine, cache = engine_of(tmp_path / "model", miss_threshold=threshold)
+    found = decoded(engine)
+    assert any(each.read for each in cache.figures.values())
+    assert bool(found.isfinite().all()) and (threshold > 0 or torch.equal(found, decoded(Engine.open(tmp_path / "model"))))
+    cache.close()
+
+
 def test_a_compiled_step_asks_only_where_an_expert_is_absent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for all experts, later steps ask for nothing, and every use is counted all the same."""
     decoder, cache = limited(model, torch.bfloat16, layers=100.0)

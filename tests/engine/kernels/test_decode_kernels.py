@@ -184,7 +184,7 @@ def attended(
                 own_part = rounded.integers
             caches[part][:, slots] = own_part[:, :-1]
         own_keys, own_values = kept
-        first = 0 if window is None else max(0, position + 1 - window)
+        first = 0 if window is None else max(0, position + 1 - window) if window > 0 else position // -window * -window
         each = heads // groups
         scores = query[row].double().view(groups, each, size) @ own_keys[:, first:].double().mT * size**-0.5
         expected.append((scores.softmax(-1) @ own_values[:, first:].double()).view(heads, size))
@@ -204,7 +204,7 @@ def attended(
 
 @needs_numba
 @pytest.mark.parametrize("in_bytes", [False, True])
-@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("window", [None, 700, -600])
 @pytest.mark.parametrize("shape", [(8, 2, 64), (5, 1, 96), (8, 1, 128), (2, 2, 40), (6, 1, 80), (3, 3, 34), (21, 1, 32)])
 def test_attention_over_several_pieces_equals_the_textbook(
     shape: tuple[int, int, int], window: int | None, in_bytes: bool
@@ -212,6 +212,13 @@ def test_attention_over_several_pieces_equals_the_textbook(
     """Pieces have 512 positions. Every number of queries of a group and every rest of a head's size is there."""
     past = [0, 1, 510, 511, 512, 1023, 1300]
     mixed, expected = attended(past, shape, window, in_bytes=in_bytes)
+    for got, wanted in zip(mixed.double(), expected, strict=True):
+        assert (got - wanted).abs().max() <= 2**-8 * wanted.abs().max() + 2e-3
+
+
+@needs_numba
+def test_vectors_whose_sums_may_need_more_than_32_bits_are_multiplied_as_float32() -> None:
+    mixed, expected = attended([0, 30], (4, 1, 1056), None, in_bytes=True)
     for got, wanted in zip(mixed.double(), expected, strict=True):
         assert (got - wanted).abs().max() <= 2**-8 * wanted.abs().max() + 2e-3
 
@@ -230,14 +237,14 @@ def test_attention_has_the_same_bits_on_any_number_of_threads_and_in_any_company
 
 @needs_numba
 @pytest.mark.parametrize("in_bytes", [False, True])
-@pytest.mark.parametrize("window", [None, 514, 300])
+@pytest.mark.parametrize("window", [None, 514, 300, -301])
 @pytest.mark.parametrize("heads", [7, 17])
 def test_attention_has_the_same_bits_in_blocks_and_in_contiguous_memory(
     heads: int, window: int | None, in_bytes: bool
 ) -> None:
     past = [1300, 515, 700, 30]
     contiguous, _ = attended(past, (heads, 1, 64), window, block_size=2048, in_bytes=in_bytes)
-    for block_size in (4, 32):
+    for block_size in (1, 3, 4, 6, 32) if in_bytes else (4, 6, 32):  # pairs of bfloat16 need even sizes
         assert torch.equal(attended(past, (heads, 1, 64), window, block_size, in_bytes=in_bytes)[0], contiguous)
 
 

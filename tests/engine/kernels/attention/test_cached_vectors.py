@@ -86,6 +86,46 @@ def test_scores_of_pairs_are_those_of_float64(count: int, rows: int, more: int) 
 
 
 @needs_quadruples
+def test_a_query_that_is_no_number_leaves_the_others_alone() -> None:
+    torch.manual_seed(0)
+    keys, numbers = torch.randint(-127, 128, (20, 64), dtype=torch.int8), torch.randint(-9000, 9000, (4, 64))
+    steps = torch.ones(4)
+    plain = scored("score_bytes", [(keys, torch.ones(20), as_two_bytes(numbers, steps))], 4, 64, 0)
+    steps[1] = torch.nan
+    found = scored("score_bytes", [(keys, torch.ones(20), as_two_bytes(numbers, steps))], 4, 64, 0)
+    assert torch.isnan(found[1]).all() and torch.equal(found[[0, 2, 3]], plain[[0, 2, 3]])
+
+
+@needs_quadruples
+def test_queries_are_rounded_to_15_bits() -> None:
+    """Rounded queries have the layout and the bytes of this test's own, and a step of NaN where a number is not finite."""
+    from numba import njit
+
+    from engine.kernels.attention.scores import keep_bytes
+
+    keep = njit(lambda x_E, place, row: keep_bytes(x_E, place, row))
+    queries = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
+    queries[2] = 0
+    made = torch.zeros(2, 2 * 4 * 48 + 128, dtype=torch.int8)
+    for row, query in enumerate(queries):
+        keep(query.numpy(), made.data_ptr(), row)
+    steps = queries.abs().amax(1) / LARGEST_QUERY
+    numbers = (queries / steps.clamp(min=1e-30)[:, None]).round().long()
+    expected = as_two_bytes(numbers, steps)
+    both = [(each[:, : 2 * 4 * 48].reshape(2, 2, 3, 4, 16).long()) for each in (made, expected)]
+    values = [each[:, 0] * 128 + each[:, 1] for each in both]
+    assert int((values[0] - values[1]).abs().max()) <= 1, "a number between two may be rounded either way"
+    of_chunks = values[0].unflatten(3, (4, 4)).sum((1, 4)).flatten(1)
+    assert torch.equal(made[:, 384:448].view(torch.int32).long(), -128 * of_chunks)
+    assert torch.allclose(made[:, 448:].view(torch.float32), expected[:, 448:].view(torch.float32), rtol=1e-6)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        queries[1, 5] = value
+        keep(queries[1].numpy(), made.data_ptr(), 1)
+        found = made[0, 448:].view(torch.float32)
+        assert torch.isnan(found).tolist() == [lane // 4 == 1 for lane in range(16)]
+
+
+@needs_quadruples
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_scores_fit_in_the_integers(sign: int) -> None:
     keys, numbers = torch.full((17, 1024), 127 * sign, dtype=torch.int8), torch.full((4, 1024), LARGEST_QUERY)
@@ -128,3 +168,23 @@ def test_the_largest_sums_of_a_piece_fit_in_the_integers(sign: int) -> None:
     vectors, numbers = torch.full((positions, 64), 127 * sign, dtype=torch.int8), torch.full((9, positions), LARGEST_WEIGHT)
     found = weighed(vectors, numbers, torch.ones(9))
     assert torch.all(found == torch.tensor(float(sign * 127 * positions * LARGEST_WEIGHT)))
+
+
+@needs_quadruples
+@pytest.mark.parametrize("positions", [5, 16, 37])
+def test_weights_are_rounded_to_15_bits(positions: int) -> None:
+    from numba import njit
+
+    from engine.kernels.attention.byte_values import round_weights
+
+    rounds = njit(lambda weights_RP, rounded_RLP, factor_R: round_weights(weights_RP, rounded_RLP, factor_R))
+    weights = torch.rand(5, positions, generator=torch.Generator().manual_seed(0))
+    weights[1], weights[2, 0], weights[3, -1] = 0, torch.nan, torch.inf
+    rounded, factors = torch.full((5, 2, -(-positions // 4) * 4), 99, dtype=torch.uint8), torch.empty(5)
+    rounds(weights.numpy(), rounded.numpy(), factors.numpy())
+    numbers = rounded[:, 0].long() * 128 + rounded[:, 1]
+    for row in (0, 1, 4):
+        assert factors[row] == pytest.approx(float(weights[row].max()) / LARGEST_WEIGHT)
+        apart = (numbers[row, :positions] * factors[row] - weights[row]).abs()
+        assert float(apart.max()) <= 0.501 * float(factors[row]) + 1e-9
+    assert not numbers[:, positions:].any() and torch.isnan(factors[2:4]).all()
