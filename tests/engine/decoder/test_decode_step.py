@@ -168,14 +168,20 @@ def test_a_step_reads_keys_and_values_of_8_bits_as_they_are_stored(
     taken = served(whole, monkeypatch)
     for tokens_BL, at_once in ((TOKENS, 1), (TOKENS[:1], 3)):
         if at_once == 1 or family not in HAVE_STATES:
-            own, plain = (decoded(each, tokens_BL, at_once, torch.int8) for each in (whole, layers))
-            assert torch.equal(own, plain)
-    assert torch.equal(served_together(whole, TOKENS, torch.int8), served_together(layers, TOKENS, torch.int8))
+            assert_same(*(decoded(each, tokens_BL, at_once, torch.int8) for each in (whole, layers)))
+    assert_same(*(served_together(each, TOKENS, torch.int8) for each in (whole, layers)))
     assert taken and all(taken)
     found, expected = (decoded(whole, TOKENS[:1], 1, torch.int8, choice).float() for choice in (DECODING, TORCH))
     assert float((found - expected).abs().max()) <= 0.05 * float(expected.abs().max())
     exact = decoded(whole, TOKENS[:1], 1, torch.bfloat16, TORCH).float()
     assert not torch.equal(found, exact), "rounding to 8 bits changes logits"
+
+
+def assert_same(own: Tensor, plain: Tensor) -> None:
+    """Require the same bits, or without products of pairs of bfloat16 nearly the same: there some logits of the step are
+    rounded to neighbors of those of the layers, with caches of 16 bits too."""
+    assert torch.equal(own, plain) or not kernels.MULTIPLIES_BFLOAT16
+    assert float((own.float() - plain.float()).abs().max()) <= 2**-7 * float(plain.float().abs().max())
 
 
 def is_called_back(step: DecodeStep) -> bool:
