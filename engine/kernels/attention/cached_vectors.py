@@ -251,6 +251,22 @@ def _multiply_integers(keys: Any, size: Any, count: Any, queries: Any, results_R
 
 
 @helper
+def multiply_vectors(table: Any, form: Any, own: Any, more: Any, count: Any, to: Any) -> None:
+    """Multiply `count` vectors of a form, which lie one after the other, with prepared queries.
+
+    own: addresses of the vectors, of their scales and of the queries, and their size. more: the same of vectors whose
+    products are added, with a size of 0 for none. to: number of queries, address of the results, and stride. There must
+    be room for results as in `room_for_scores`. AS_FLOATS takes vectors of bfloat16, and no more vectors.
+    """
+    (vectors, _, queries, size), (rows, results, stride) = own, to
+    if form == AS_FLOATS:
+        call(table.multiply_wide, (vectors, 0, 1, count, size, queries, rows, results, stride))
+    else:
+        score = table.score_bytes if form == AS_BYTES else table.score_pairs
+        call(score, (*own, *more, count, registers_of(rows), results, stride))
+
+
+@helper
 def score_keys(
     job: Any, cache: Any, more: Any, blocks_M: Any, first: Any, queries: Any, more_queries: Any, scores_RP: Any
 ) -> None:
@@ -268,13 +284,10 @@ def score_keys(
         keys, results = start + width * slot * size, address_of(scores_RP) + 4 * (place - first)
         if form == AS_FLOATS and scales != 0:
             _multiply_integers(keys, size, count, queries, scores_RP, place - first)
-        elif form == AS_FLOATS:
-            call(table.multiply_wide, (keys, 0, 1, count, size, queries, rows, results, positions))
         else:
+            own = keys, scales + 4 * slot, queries, size
             others = more_start + width * slot * more_size, more_scales + 4 * slot, more_queries, more_size
-            to = count, registers_of(rows), results, positions
-            own = table.score_bytes if form == AS_BYTES else table.score_pairs
-            call(own, (keys, scales + 4 * slot, queries, size, *others, *to))
+            multiply_vectors(table, form, own, others, count, (rows, results, positions))
         place += count
     if form == AS_FLOATS and scales != 0:
         _multiply_by_scales(job, scales, blocks_M, first, scores_RP)

@@ -20,11 +20,11 @@ from engine.kernels.attention.cached_vectors import (
     form_of_cache,
     keep_query,
     keep_vector,
+    multiply_vectors,
     query_bytes,
     room_for_scores,
     score_keys,
     slot_of,
-    takes_pairs,
     value_bytes,
 )
 from engine.kernels.attention.grouped import NO_SINK, angles_of, join_pieces, softmax_piece
@@ -175,12 +175,9 @@ def latent_value_block(address: Any, work: Any) -> None:
     join_pieces(totals_WH2, sums_WHC, row, NO_SINK, sum_C)
     matrix = job.up + 2 * (head * (job.plain + job.value_size) + job.plain) * rank, 0, rank
     prepared, value_V = np.empty(query_bytes(matrix, 1), np.uint8), room_for_scores(1, job.value_size)[0]
-    given, made, table = address_of(prepared), address_of(value_V), kernels_at(job.kernels)
-    keep_query(matrix, sum_C, given, 0)
-    if takes_pairs(rank):
-        call(table.score_pairs, (matrix[0], 0, given, rank, 0, *NO_MORE, job.value_size, 1, made, job.value_size))
-    else:
-        call(table.multiply_wide, (matrix[0], 0, 1, job.value_size, rank, given, 1, made, job.value_size))
+    keep_query(matrix, sum_C, address_of(prepared), 0)
+    own, to = (matrix[0], 0, address_of(prepared), rank), (1, address_of(value_V), job.value_size)
+    multiply_vectors(kernels_at(job.kernels), form_of_cache(matrix), own, (0, *NO_MORE), job.value_size, to)
     keep(prepared)
     results_V = numba.carray(halves(job.results + 2 * work * job.value_size), (job.value_size,))
     for index in range(job.value_size):

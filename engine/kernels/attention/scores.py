@@ -24,7 +24,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.compiler.arithmetic import narrow
+from engine.kernels.compiler.arithmetic import largest_magnitude, narrow, two_bytes
 from engine.kernels.compiler.compiling import add_kernel, helper, inline
 from engine.kernels.compiler.instructions import (
     AHEAD,
@@ -351,7 +351,7 @@ def bytes_of_bytes(size: Any, rows: Any) -> Any:
 def keep_pairs(x_E: Any, queries: Any, row: Any) -> None:
     """Write a query as bfloat16 to its place among the prepared queries."""
     size, lane, each = x_E.shape[0], row % IN_A_REGISTER, _CHUNK // 2
-    own = numba.carray(halves(queries + row // IN_A_REGISTER * 8 * size), (size // each, IN_A_REGISTER, each))
+    own = numba.carray(halves(queries + bytes_of_pairs(size, row - lane)), (size // each, IN_A_REGISTER, each))
     for index in range(size):
         own[index // each, lane, index % each] = narrow(x_E[index])
 
@@ -359,13 +359,11 @@ def keep_pairs(x_E: Any, queries: Any, row: Any) -> None:
 @helper
 def keep_bytes(x_E: Any, queries: Any, row: Any) -> None:
     """Round a query to 15 bits, and write the two bytes of its numbers, the starts of its sums and its steps."""
-    size, lane, largest, zero = x_E.shape[0], row % IN_A_REGISTER, np.float32(0.0), np.float32(0.0)
-    for index in range(size):
-        largest = max(largest, abs(x_E[index]))
-        zero += x_E[index] * np.float32(0.0)
+    size, lane = x_E.shape[0], row % IN_A_REGISTER
+    largest, zero = largest_magnitude(x_E, 0, size)
     inverse = LARGEST_QUERY / largest if largest > np.float32(0.0) else np.float32(0.0)
     step = largest / LARGEST_QUERY + zero  # NaN where a number is not finite
-    begin = queries + row // IN_A_REGISTER * (2 * 4 * size + 2 * _REGISTER)
+    begin = queries + bytes_of_bytes(size, row - lane)
     behind = begin + 2 * 4 * size
     high = numba.carray(signed_bytes(begin), (size // _CHUNK, IN_A_REGISTER, _CHUNK))
     low = numba.carray(signed_bytes(begin + 4 * size), (size // _CHUNK, IN_A_REGISTER, _CHUNK))
@@ -375,7 +373,6 @@ def keep_bytes(x_E: Any, queries: Any, row: Any) -> None:
     step_RL[lane, :] = step
     for index in range(size):
         number = np.int32(np.rint(x_E[index] * inverse))
-        upper = (number + np.int32(64)) >> np.int32(7)
-        high[index // _CHUNK, lane, index % _CHUNK] = np.int8(upper)
-        low[index // _CHUNK, lane, index % _CHUNK] = np.int8(number - np.int32(128) * upper)
-        start_RL[lane, index % _CHUNK // 4] -= np.int32(128) * number
+        chunk, place = index // _CHUNK, index % _CHUNK
+        high[chunk, lane, place], low[chunk, lane, place] = two_bytes(number)
+        start_RL[lane, place // 4] -= np.int32(128) * number

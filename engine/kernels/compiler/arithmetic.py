@@ -73,6 +73,23 @@ def exp(x: Any) -> Any:
 
 
 @inline
+def largest_magnitude(values: Any, first: Any, count: Any) -> Any:
+    """Return the largest magnitude of so many values from `first` on, and zero, or NaN where one of them is not finite."""
+    largest = zero = np.float32(0.0)
+    for index in range(first, first + count):
+        largest = max(largest, abs(values[index]))
+        zero += values[index] * np.float32(0.0)
+    return largest, zero
+
+
+@inline
+def two_bytes(number: Any) -> Any:
+    """Return the signed bytes of an integer of 15 bits, which is 128 · the first + the second."""
+    high = (number + np.int32(64)) >> np.int32(7)
+    return np.int8(high), np.int8(number - (high << np.int32(7)))
+
+
+@inline
 def place_of_largest(values_N: Any) -> Any:
     """Return the place of the largest value, the first one where several are."""
     best = 0

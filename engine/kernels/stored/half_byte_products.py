@@ -16,7 +16,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 
-from engine.kernels.compiler.arithmetic import as_bits, as_float
+from engine.kernels.compiler.arithmetic import as_bits, as_float, largest_magnitude, two_bytes
 from engine.kernels.compiler.compiling import add_kernel, kernel
 from engine.kernels.compiler.instructions import (
     BYTE,
@@ -44,7 +44,7 @@ from engine.kernels.stored.block_types import BYTES_OF_E2M1, OFFSET_OF_E2M1
 from engine.kernels.stored.byte_dots import RoundedVector, add_dots
 from engine.kernels.stored.float_products import Matrix, multiply, product_of
 from engine.kernels.stored.float_types import FLOAT_KINDS
-from engine.kernels.stored.rounded_vectors import largest_of, place_in_unit
+from engine.kernels.stored.rounded_vectors import place_in_unit
 
 GROUP = 16
 """Number of values of a vector that share a power of two."""
@@ -156,7 +156,7 @@ def prepare_rounded_halves(values: Any, inputs: Any, target: Any) -> None:
     offsets_G = numba.carray(floats(target + 2 * inputs + 4 * groups), (groups,))
     for group in range(groups):
         first = group * _GROUP
-        largest, zero = largest_of(values_I, first, _GROUP)
+        largest, zero = largest_magnitude(values_I, first, _GROUP)
         exponent = max(as_bits(largest) & _EXPONENT, _LEAST)
         inverse = as_float(_INVERSE - exponent)
         half = as_float(exponent - _HALF) + zero
@@ -165,8 +165,7 @@ def prepare_rounded_halves(values: Any, inputs: Any, target: Any) -> None:
         for index in range(first, first + _GROUP):
             value = np.int32(np.rint(values_I[index] * inverse))
             total += value
-            high = (value + np.int32(64)) >> np.int32(7)
             place = index - index % unit + place_in_unit(index % unit, 4, unit)
-            high_I[place], low_I[place] = np.int8(high), np.int8(value - (high << np.int32(7)))
+            high_I[place], low_I[place] = two_bytes(value)
         scales_G[group] = half
         offsets_G[group] = half * np.float32(total) * _OFFSET

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -54,16 +53,6 @@ def place_in_unit(weight: Any, bits: Any, unit: Any) -> Any:
         return weight % ROUNDED // 8 * (unit // 4) + weight // ROUNDED * 8 + weight % 8
     in_a_byte = 8 // bits
     return weight // in_a_byte + weight % in_a_byte * (unit // in_a_byte)
-
-
-@inline
-def largest_of(values: Any, first: Any, count: Any) -> Any:
-    """Return the largest magnitude of so many values from `first` on, and zero, or NaN where one of them is not finite."""
-    largest = zero = np.float32(0.0)
-    for index in range(first, first + count):
-        largest = max(largest, abs(values[index]))
-        zero += values[index] * np.float32(0.0)
-    return largest, zero
 
 
 def rounder(bits: int, unit: int, offset: float) -> Any:
