@@ -73,10 +73,11 @@ class Residency(Protocol):
     def begin_step(self) -> None:
         """Begin a step of all layers. Called on one residency of a model."""
 
-    def require(self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any, predicted_KM: Any) -> None:
+    def require(self, chosen_TS: Any, weights_TS: Any, predicted_KM: Any, logits: Callable[[], Tensor]) -> None:
         """As `__call__`, on arrays of NumPy, which may be changed in place.
 
-        predicted_KM: experts that each following layer will probably choose, int64, negative for none.
+        predicted_KM: experts that each following layer will probably choose, int64, negative for none. logits: returns the
+        router's logits [T, N], which are not always needed.
         """
 
     def note(self, chosen_TS: Any) -> None:

@@ -245,7 +245,7 @@ class Decoder(nn.Module):
         rules = [rule_of(block.routing) for block in self.moe_blocks]
         attends_to_latents = self.config.latent is not None
         further = {
-            "choose_by_sigmoid": any(isinstance(rule, SigmoidTopK) for rule in rules),
+            "choose_with_bias": any(isinstance(rule, SigmoidTopK | BiasedTopK) for rule in rules),
             "scale_chosen": any(isinstance(rule, ScaledTopK) for rule in rules),
             "attend_latent": attends_to_latents,
             "latent_layer": attends_to_latents and is_whole,

@@ -210,6 +210,8 @@ class BiasedTopK:
     """[N] float32; added to the probabilities for selection only."""
     least_sum: float
     """Lower limit of the divisor of the weights, because a bias may select experts with almost zero probability."""
+    scale: ClassVar[float] = 1.0
+    normalise: ClassVar[bool] = True
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         probabilities_TN = softmax(logits_TN)

@@ -48,25 +48,23 @@ class Residency:
         slots = selection.experts.shape[1]
         predicted_KM = (self._predicted(x_TD, slots, each) for each in self._following)  # after the choices are asked for
         if self._cache.miss_threshold == 0:
-            self.require(x_TD, selection.experts.numpy(), None, predicted_KM)
+            self.require(selection.experts.numpy(), None, predicted_KM, lambda: logits_TN)
             return selection
         experts, weights = selection.experts.clone(), selection.weights.float().clone()
-        self.require(x_TD, experts.numpy(), weights.numpy(), predicted_KM, logits_TN)
+        self.require(experts.numpy(), weights.numpy(), predicted_KM, lambda: logits_TN)
         return Selection(experts, weights.to(selection.weights.dtype))
 
     def begin_step(self) -> None:
         """Begin a step of all layers."""
         self._cache.begin_step()
 
-    def require(
-        self, x_TD: Tensor, chosen_TS: Any, weights_TS: Any, predicted_KM: Any, logits_TN: Tensor | None = None
-    ) -> None:
+    def require(self, chosen_TS: Any, weights_TS: Any, predicted_KM: Any, logits: Callable[[], Tensor]) -> None:
         """As `__call__`, on arrays of NumPy, which a miss threshold changes in place.
 
-        predicted_KM: experts that each of `following_K` will probably choose, int64, negative for none. Without logits_TN,
-        logits are computed again where they are needed. The block's router then has to read x_TD.
+        predicted_KM: experts that each of `following_K` will probably choose, int64, negative for none. logits: returns the
+        router's logits [T, N]; called only where a miss threshold needs them.
         """
-        self._cache.require(self._layer, chosen_TS, weights_TS, lambda: self._probabilities(x_TD, logits_TN))
+        self._cache.require(self._layer, chosen_TS, weights_TS, lambda: self._probabilities(logits()))
         for distance, (layer, predicted_M) in enumerate(zip(self.following_K.tolist(), predicted_KM, strict=False), 1):
             numbers = sorted({number for number in predicted_M.tolist() if number >= 0})
             if numbers:
@@ -86,8 +84,7 @@ class Residency:
         slots, logits_TN = min(slots, len(block.experts)), block.logits(x_TD, DECODING).float().numpy()
         return np.argpartition(logits_TN, -slots)[:, -slots:].ravel()
 
-    def _probabilities(self, x_TD: Tensor, logits_TN: Tensor | None) -> Any:
-        logits_TN = self._block.logits(x_TD, DECODING) if logits_TN is None else logits_TN
+    def _probabilities(self, logits_TN: Tensor) -> Any:
         return probabilities(self._block.routing, logits_TN).float().numpy()
 
 

@@ -623,10 +623,10 @@ def search_rounding(
 
 
 def load_parts(layers: Any) -> None:
-    """Load the parts of a step that only some models have: a gate of shared experts, choices by sigmoids, skipping, …"""
+    """Load the parts of a step that only some models have: a gate of shared experts, choices with a bias, skipping, …"""
     parts = (
         (layers["shared_gate"]["values"], step_layers.gate_shared),
-        (layers["by_sigmoid"], step_choices.choose_by_sigmoid),
+        (layers["selection_bias"], step_choices.choose_with_bias),
     )
     more = (layers["gamma1"], step_choices.skip_slots), (layers["expert_factors"], step_choices.scale_chosen)
     for has_it, kernel in (*parts, *more):

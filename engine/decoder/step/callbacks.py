@@ -19,7 +19,9 @@ from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import select
+from engine.decoder.step.rules import has_known_router
 from engine.kernels.expert_places import DISTANCES
+from engine.kernels.kernel_choice import DECODING
 from engine.kernels.linear import as_bfloat16
 
 
@@ -87,19 +89,26 @@ class Outside:
 class BeforeExperts:
     """Asks residencies for experts from within a compiled step, and tells them which experts the step used."""
 
-    def __init__(self, kernels: Any, table: Any, blocks: dict[int, MoeBlock], hidden: int) -> None:
-        """table: records of all layers, which are completed. blocks: those with experts, by layer."""
-        self._hidden = hidden
+    def __init__(self, kernels: Any, table: Any, blocks: dict[int, MoeBlock], x_TD: Tensor) -> None:
+        """table: records of all layers, which are completed. blocks: those with experts, by layer. x_TD: the hidden states,
+        which a step overwrites.
+        """
+        self._blocks, self._x_TD = blocks, x_TD
         self._residencies = {layer: block.residency for layer, block in blocks.items() if block.residency is not None}
         self._used_LTS: Any = None
         self._asked: set[int] = set()
+        self._kept: list[Any] = []
+        """Arrays whose addresses the table holds."""
         self._error: BaseException | None = None
         own = weakref.proxy(self)
         self.function = kernels.BEFORE_EXPERTS(lambda *given: own._require(*given))
         for layer, residency in self._residencies.items():
-            arrays = {"places": residency.places_N, "awaits": residency.awaits_1, "following": residency.following_K}
+            known = (later >= 0 and has_known_router(kernels, blocks[later]) for later in residency.following_K.tolist())
+            following_K = np.where(list(known), residency.following_K, -1)
+            arrays = {"places": residency.places_N, "awaits": residency.awaits_1, "following": following_K}
             for name, array in arrays.items():
                 table[layer][name] = int(array.ctypes.data)
+            self._kept.append(following_K)
 
     def begin(self, layers: int, tokens: int, slots: int) -> Any:
         """Begin a step. Returns the array for the experts that it uses, [layers, T, slots]."""
@@ -126,10 +135,13 @@ class BeforeExperts:
             return
         try:
             self._asked.add(layer)
-            x_TD = as_bfloat16(_array(x, np.uint16, tokens, self._hidden))
+            x_TD = as_bfloat16(_array(x, np.uint16, tokens, self._x_TD.shape[1]))
             chosen_TS, weights_TS = _array(chosen, np.int64, tokens, slots), _array(weights, np.float32, tokens, slots)
             predicted_KM = _array(predicted, np.int64, DISTANCES, self._used_LTS[layer].size)
-            self._residencies[layer].require(x_TD, chosen_TS, weights_TS, predicted_KM)
+            block = self._blocks[layer]
+            self._residencies[layer].require(
+                chosen_TS, weights_TS, predicted_KM, lambda: block.logits(x_TD, DECODING, self._x_TD[:tokens])
+            )
         except BaseException as error:
             self._error = error
 

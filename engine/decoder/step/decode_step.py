@@ -30,7 +30,7 @@ from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, Skipping, rule_of
 from engine.decoder.step.callbacks import BeforeExperts
 from engine.decoder.step.records import Records, records_of
-from engine.decoder.step.rules import fill_factors, fill_groups, fill_sigmoids, has_known_router, is_known, may_be_called
+from engine.decoder.step.rules import fill_bias, fill_factors, fill_groups, has_known_router, is_known, may_be_called
 from engine.decoder.step.tables import serves_layer
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, KernelChoice
 from engine.kernels.linear import as_bfloat16
@@ -99,9 +99,7 @@ class DecodeStep:
         own = None if kernels is None else self._known(kernels, decoder, norm_D)
         if own is None or (length > 1 and own.tables.recurrences):  # a state is of a sequence, not of a position
             return None
-        is_known, is_seen = self._prepare(kernels, own)
-        if not is_known:
-            return None
+        is_seen = self._prepare(kernels, own)
         decoder.check_length(max(cache.past) + 1 if isinstance(cache, PagedBatch) else cache.length + length)
         positions = None
         if self._calls or own.places.needs_positions:
@@ -209,7 +207,7 @@ class DecodeStep:
             row["router_form"] = kernels.form_address(kernels.WIDE if block.router_in_float32 else kernels.PLAIN)
             row["normalizes"], row["restores"], row["gamma1"] = int(rule.normalise), 0, 0
             row["weight_scale"] = rule.scale
-            self._rules += fill_factors(row, rule) + fill_sigmoids(row, rule) + fill_groups(row, rule, len(block.experts))
+            self._rules += fill_factors(row, rule) + fill_bias(row, rule) + fill_groups(row, rule, len(block.experts))
             if row["is_wide"]:
                 self._wide.append((row, block))
             if isinstance(routing, Skipping):
@@ -220,8 +218,8 @@ class DecodeStep:
         self._skipping = next((routing for routing in routings if isinstance(routing, Skipping)), None)
         self._calls = _calls(kernels, table)
 
-    def _prepare(self, kernels: Any, own: Records) -> tuple[bool, bool]:
-        """Return whether the kernels do this step, and whether observers see it. Who is called may change at each step."""
+    def _prepare(self, kernels: Any, own: Records) -> bool:
+        """Prepare the calls of a step, which may differ from step to step. Returns whether observers see its choices."""
         has_residency = is_seen = False
         for block in own.blocks.values():
             has_residency = has_residency or block.residency is not None
@@ -230,15 +228,9 @@ class DecodeStep:
             for row, block in self._wide:
                 row["chooses_outside"] = int(block.observer is not None)
             self._calls = _calls(kernels, own.tables.layers)
-        if not has_residency:
-            return True, is_seen
-        # Absent experts are asked for with choices by a softmax over all experts, and predicted from the experts' own
-        # inputs.
-        if any(own.tables.layers[name].any() for name in ("chooses_outside", "by_sigmoid", "groups", "router_norm")):
-            return False, is_seen
-        if self._before is None:
-            self._before = BeforeExperts(kernels, own.tables.layers, own.blocks, own.x_TD.shape[1])
-        return True, is_seen
+        if has_residency and self._before is None:
+            self._before = BeforeExperts(kernels, own.tables.layers, own.blocks, own.x_TD)
+        return is_seen
 
     def _thresholds(self) -> Any:
         """Return the thresholds of adaptive skipping, one for each token."""

@@ -27,17 +27,22 @@ def is_known(routing: Routing) -> bool:
     """Return whether the kernels choose experts by this routing."""
     rule = rule_of(routing)
     arrays = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
-    arrays += [rule.bias_N] if isinstance(rule, SigmoidTopK) else []
+    arrays += [rule.bias_N] if isinstance(rule, SigmoidTopK | BiasedTopK) else []
     plain = (array.dtype == torch.float32 and array.is_cpu and array.is_contiguous() for array in arrays)
-    return type(rule) in (TopK, ScaledTopK, GroupedTopK, SigmoidTopK) and all(plain)
+    return type(rule) in (TopK, ScaledTopK, GroupedTopK, SigmoidTopK, BiasedTopK) and all(plain)
 
 
-def fill_sigmoids(row: Any, rule: Any) -> list[Any]:
-    """Write a choice by sigmoids into the record of a layer. Returns arrays that must live as long as it."""
-    row["by_sigmoid"] = int(isinstance(rule, SigmoidTopK))
-    if not isinstance(rule, SigmoidTopK):
+def fill_bias(row: Any, rule: Any) -> list[Any]:
+    """Write a choice with a selection bias into the record of a layer. Returns arrays that must live as long as it."""
+    row["by_sigmoid"], row["selection_bias"] = int(isinstance(rule, SigmoidTopK)), 0
+    row["added_to_sum"] = row["least_sum"] = 0.0
+    if isinstance(rule, SigmoidTopK):
+        row["added_to_sum"] = rule.added_to_sum
+    elif isinstance(rule, BiasedTopK):
+        row["least_sum"] = rule.least_sum
+    else:
         return []
-    row["selection_bias"], row["added_to_sum"] = rule.bias_N.data_ptr(), rule.added_to_sum
+    row["selection_bias"] = rule.bias_N.data_ptr()
     return [rule.bias_N]
 
 

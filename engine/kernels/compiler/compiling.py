@@ -203,7 +203,7 @@ TABLE_OF_ADDRESSES = np.dtype(
             ),
             *("choose_experts", "skip_slots", "gate_shared", "tell_observers", "require_experts"),
             *("pack_experts_block", "unit_panels_block", "down_panels_block"),
-            *("centered_norm", "mix_layer", "recurrent_layer", "choose_by_sigmoid", "scale_chosen"),
+            *("centered_norm", "mix_layer", "recurrent_layer", "choose_with_bias", "scale_chosen"),
             *("latent_layer", "attend_latent", "latent_query_block", "latent_piece", "latent_value_block"),
             "crew_for",
         )

@@ -65,16 +65,36 @@ def scale_chosen(place: Any, chosen: Any, weights: Any) -> None:
         chosen_S[place_now], weights_S[place_now] = expert, weight
 
 
+@helper
+def _scores(layer: Any, logits_N: Any) -> Any:
+    """Return the sigmoids of the logits, or their softmax."""
+    scores_N, largest, total = np.empty(layer.expert_count, np.float32), np.float32(-np.inf), np.float32(0.0)
+    if layer.by_sigmoid != 0:
+        for expert in range(layer.expert_count):
+            scores_N[expert] = np.float32(1.0) / (np.float32(1.0) + exp(-logits_N[expert]))
+        return scores_N
+    for expert in range(layer.expert_count):
+        largest = max(largest, logits_N[expert])
+    for expert in range(layer.expert_count):
+        scores_N[expert] = exp(logits_N[expert] - largest)
+        total += scores_N[expert]
+    for expert in range(layer.expert_count):
+        scores_N[expert] /= total
+    return scores_N
+
+
 @kernel("void(int64, int64, int64, int64)")
-def choose_by_sigmoid(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
-    """Write a token's experts by the sigmoids of its float32 logits, as in `routing.SigmoidTopK`, and their weights."""
+def choose_with_bias(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
+    """Write a token's experts by the scores of its float32 logits and a selection bias, largest weight first.
+
+    The scores are sigmoids, as in `routing.SigmoidTopK`, or a softmax, as in `routing.BiasedTopK`.
+    """
     layer = layer_at(place)
     experts, slots, none = layer.expert_count, layer.slots, np.float32(-np.inf)
     logits_N, bias_N = numba.carray(floats(logits), (experts,)), numba.carray(floats(layer.selection_bias), (experts,))
     chosen_S, weights_S = numba.carray(integers(chosen), (slots,)), numba.carray(floats(weights), (slots,))
-    scores_N, choice_N = np.empty(experts, np.float32), np.empty(experts, np.float32)
+    scores_N, choice_N = _scores(layer, logits_N), np.empty(experts, np.float32)
     for expert in range(experts):
-        scores_N[expert] = np.float32(1.0) / (np.float32(1.0) + exp(-logits_N[expert]))
         choice_N[expert] = scores_N[expert] + bias_N[expert] if logits_N[expert] > none else none
     if layer.groups > 0:
         _keep_best_groups(layer, choice_N, 2)
@@ -88,7 +108,7 @@ def choose_by_sigmoid(place: Any, logits: Any, chosen: Any, weights: Any) -> Non
         choice_N[best] = none
     for slot in range(slots):
         if layer.normalizes:
-            weights_S[slot] /= total + layer.added_to_sum
+            weights_S[slot] /= max(total + layer.added_to_sum, layer.least_sum)
         weights_S[slot] *= layer.weight_scale
         own, weight, place = chosen_S[slot], weights_S[slot], slot
         while place > 0 and weights_S[place - 1] < weight:  # the largest weight comes first

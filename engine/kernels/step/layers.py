@@ -60,11 +60,12 @@ LAYER = np.dtype(
         ("recurrent", np.int64),  # RECURRENT of a layer with a state
         ("feeds", np.int64),  # whether there are experts or a dense FFN
         ("chooses_outside", np.int64),  # whether the function CHOOSE chooses the experts
-        ("by_sigmoid", np.int64),  # whether they are chosen by sigmoids, with a bias [N] for the choice, float32
-        ("selection_bias", np.int64),
+        ("selection_bias", np.int64),  # [N] float32, added to the scores for the choice; 0 for none
+        ("by_sigmoid", np.int64),  # whether the scores with a bias are sigmoids, or else a softmax
         ("expert_factors", np.int64),  # 0, or factors of the experts' weights [N], float32
         *((name, np.int64) for name in ("groups", "groups_per_token", "group_of")),  # numbers, 0 for none; each expert's [N]
-        ("added_to_sum", np.float32),  # to the divisor of normalized weights
+        ("added_to_sum", np.float32),  # to the divisor of the normalized weights of scores with a bias,
+        ("least_sum", np.float32),  # and the least that the divisor then is
         ("is_wide", np.int64),  # whether the router is multiplied in float32, in this FORM
         ("router_form", np.int64),
         ("weight_scale", np.float32),
@@ -312,9 +313,9 @@ def feed_forward_layer(address: Any, index: Any) -> None:
 
 @kernel(BLOCK, calls=("products", "add_columns", "choose_experts", "swiglu"))
 def routed_experts(address: Any, index: Any) -> None:
-    """Compute the router logits, the choice, the skipping, and the sum of the chosen experts."""
+    """Compute the router logits, the choice, the skipping, and the sum of the chosen experts; ask for absent experts."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
-    layer, tokens, slots = layer_at(place), job.tokens, layer_at(place).slots
+    layer, table, tokens, slots = layer_at(place), kernels_at(job.kernels), job.tokens, layer_at(place).slots
     chosen, weights = np.empty(tokens * slots, np.int64), np.empty(tokens * slots, np.float32)
     if layer.chooses_outside != 0:
         for number in range(tokens * slots):  # no expert, should the function not write
@@ -322,6 +323,8 @@ def routed_experts(address: Any, index: Any) -> None:
         call(job.choose, (index, job.normed, address_of(chosen), address_of(weights), tokens, slots))
     else:
         _choose(address, index, address_of(chosen), address_of(weights))
+    if job.before_experts != 0:
+        call(table.require_experts, (address, index, address_of(chosen), address_of(weights)))
     where, clamp = (layer.experts, layer.expert_count, layer.expert_form), (layer.alpha, layer.limit)
     _experts(job, where, address_of(chosen), address_of(weights), slots, clamp, job.added)
     keep(chosen)
@@ -330,7 +333,7 @@ def routed_experts(address: Any, index: Any) -> None:
 
 @helper
 def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
-    """Write the chosen experts and their weights, tell them to observers, and let absent experts be read."""
+    """Write the chosen experts and their weights, and tell them to observers."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, tokens = layer_at(place), kernels_at(job.kernels), job.tokens
     count, slots = layer.expert_count, layer.slots
@@ -344,8 +347,8 @@ def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
     thresholds_T = numba.carray(floats(job.thresholds), (tokens,))
     for token in range(tokens):
         own = chosen + 8 * token * slots, weights + 4 * token * slots
-        if layer.by_sigmoid != 0:
-            call(table.choose_by_sigmoid, (place, address_of(wide) + 4 * token * count, *own))
+        if layer.selection_bias != 0:
+            call(table.choose_with_bias, (place, address_of(wide) + 4 * token * count, *own))
         else:
             call(table.choose_experts, (place, address_of(wide) + 4 * token * count, *own))
         if layer.expert_factors != 0:
@@ -354,8 +357,6 @@ def _choose(address: Any, index: Any, chosen: Any, weights: Any) -> None:
             call(table.skip_slots, (place, thresholds_T[token], *own, job.normed + 2 * token * job.hidden, job.hidden))
     if job.seen_chosen != 0:
         call(table.tell_observers, (address, index, chosen, weights, address_of(logits)))
-    if job.before_experts != 0:
-        call(table.require_experts, (address, index, chosen, weights))
     keep(logits)
     keep(wide)
 

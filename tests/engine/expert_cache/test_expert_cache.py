@@ -19,16 +19,19 @@ from torch import Tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
+from engine.decoder.step.callbacks import BeforeExperts, _array
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.expert_cache import cache as cache_module
 from engine.expert_cache import places
-from engine.expert_cache.attach import Residency, check_limited, open_limited
+from engine.expert_cache.attach import check_limited, open_limited
 from engine.expert_cache.cache import ExpertCache
 from engine.expert_cache.figures import LayerFigures, report
 from engine.expert_cache.places import bytes_of, largest_layer_bytes
 from engine.generation import generate
 from engine.generation.generate import Engine
+from engine.kernels.expert_places import DISTANCES
 from engine.kernels.kernel_choice import DECODING, TORCH, block_types_multiplied
+from engine.kernels.linear import as_bfloat16
 
 MANY_LAYERS = ("mixtral", "qwen2_moe", "olmoe", "granitemoe")
 """Families whose tiny models have more experts than fit beside those of one layer."""
@@ -143,15 +146,26 @@ def test_compiled_decoding_computes_the_same(policy: str, reads_ahead: bool, mod
     cache.close()
 
 
+CHOICES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64},
+    "deepseek_v2 in groups": {"moe_intermediate_size": 64},
+    "deepseek_v3": {"moe_intermediate_size": 64},
+    "ernie4_5_moe": {"moe_intermediate_size": 64},
+    "gemma4_text": {},
+    "lfm2_moe": {"moe_intermediate_size": 64},
+}
+"""Families whose experts are chosen by a router in float32, in groups, by sigmoids, with a bias or after a norm."""
+
+
 @pytest.mark.parametrize("threshold", [0.0, 0.2])
-def test_routers_in_float32_choose_the_same_within_a_limit(threshold: float, tmp_path: Path) -> None:
-    """The choice of DeepSeek V2-Lite. With a threshold, an expert that is absent may be left out."""
-    own = reference_model(
-        "deepseek_v2", topk_method="greedy", n_group=1, topk_group=1, hidden_size=64, moe_intermediate_size=64
-    )
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_compiled_step_chooses_the_same_within_a_limit(name: str, threshold: float, tmp_path: Path) -> None:
+    """With a threshold, an expert that is absent may be left out."""
+    own = reference_model(name.split()[0], hidden_size=64, **CHOICES[name])
     own.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     engine, cache = engine_of(tmp_path / "model", miss_threshold=threshold)
     found = decoded(engine)
+    assert engine.decoder._step._before is not None, "the step was compiled"
     assert any(each.read for each in cache.figures.values())
     assert bool(found.isfinite().all()) and (threshold > 0 or torch.equal(found, decoded(Engine.open(tmp_path / "model"))))
     cache.close()
@@ -190,23 +204,23 @@ def test_kernels_predict_what_the_later_routers_would_choose(tmp_path: Path, mon
     engine, cache = engine_of(tmp_path / "model")
     blocks = dict(zip(engine.checkpoint.config.moe_layers, engine.decoder.moe_blocks, strict=True))
     seen = set[int]()
-    require = Residency.require
+    require = BeforeExperts._require
 
-    def noted(self: Residency, x_TD: Tensor, chosen_TS: Any, weights_TS: Any, predicted_KM: Any, *rest: Any) -> None:
-        if isinstance(predicted_KM, np.ndarray):
-            slots = chosen_TS.shape[1]
-            for distance, (later, numbers) in enumerate(zip(self.following_K.tolist(), predicted_KM, strict=True), 1):
-                assert later == (self._layer + distance if self._layer + distance < 5 else -1)
-                if later >= 0 and cache.awaits[later][0]:
-                    logits_TN = blocks[later].logits(x_TD, DECODING).float()
-                    expected = logits_TN.sort(dim=-1, descending=True, stable=True).indices[:, :slots]
-                    assert numbers.tolist() == expected.flatten().tolist()
-                    seen.add(distance)
-                else:
-                    assert (numbers == -1).all()
-        require(self, x_TD, chosen_TS, weights_TS, predicted_KM, *rest)
+    def noted(self: BeforeExperts, layer: int, chosen: int, weights: int, x: int, *rest: int) -> None:
+        tokens, slots, predicted = rest
+        x_TD = as_bfloat16(_array(x, np.uint16, tokens, 64))
+        predicted_KM = _array(predicted, np.int64, DISTANCES, slots)
+        for distance, (later, numbers) in enumerate(zip(range(layer + 1, layer + 4), predicted_KM, strict=True), 1):
+            if later < 5 and cache.awaits[later][0]:
+                logits_TN = blocks[later].logits(x_TD, DECODING).float()
+                expected = logits_TN.sort(dim=-1, descending=True, stable=True).indices[:, :slots]
+                assert numbers.tolist() == expected.flatten().tolist()
+                seen.add(distance)
+            else:
+                assert (numbers == -1).all()
+        require(self, layer, chosen, weights, x, *rest)
 
-    monkeypatch.setattr(Residency, "require", noted)
+    monkeypatch.setattr(BeforeExperts, "_require", noted)
     decoded(engine)
     assert seen == {1, 2, 3}
     cache.close()
