@@ -28,7 +28,7 @@ from engine.kernels.compiler.instructions import (
     add_product,
     added_up,
     at,
-    fetch,
+    fetch_weights,
     in_fours,
     load,
     loop,
@@ -104,7 +104,7 @@ def _dot_products(builder: Any, weights: tuple[Any, int, Any], x_rows: list[Any]
                 own = at(builder, address, place, bits // 8)
                 w = read(builder, own, size)
                 if part * size * bits % _LINE_BITS == 0:
-                    fetch(builder, builder.add(own, INDEX(AHEAD[bits])))
+                    fetch_weights(builder, own, AHEAD[bits], rows)
                 x = [load(builder, at(builder, row, place, 4), many(FLOAT, size)) for row in x_rows]
                 made += [builder.fmul(w, each, flags=("contract",)) for each in x]
             return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, made, strict=True)]
@@ -142,7 +142,7 @@ def _pair_tile(rows: int, matrix_rows: int) -> Any:
                     place = builder.add(index, INDEX(part * size))
                     w = [load(builder, at(builder, row, place, 2), INTS) for row in w_rows]
                     for row in w_rows:
-                        fetch(builder, builder.add(at(builder, row, place, 2), INDEX(AHEAD[16])))
+                        fetch_weights(builder, at(builder, row, place, 2), AHEAD[16], rows)
                     for row in x_rows:
                         x = load(builder, at(builder, row, place, 2), INTS)
                         for each in w:

@@ -66,9 +66,7 @@ def _panel_tile(vectors: int, is_paired: bool = False) -> Any:
                 places = [builder.mul(builder.add(index, INDEX(part)), pair_bytes) for part in range(parts)]
                 if not is_paired:
                     for row in w_rows:
-                        fetch(
-                            builder, builder.add(builder.add(row, places[0]), builder.mul(row_bytes, INDEX(rows))), kept=True
-                        )
+                        fetch(builder, builder.add(builder.add(row, places[0]), builder.mul(row_bytes, INDEX(rows))))
                 for part, place in enumerate(places):
                     begin = at(builder, panel, builder.add(index, INDEX(part)), 4 * LANES * vectors)
                     x = [load(builder, builder.add(begin, INDEX(4 * LANES * v)), INTS) for v in range(vectors)]

@@ -120,7 +120,7 @@ def _add_up(
                 begin = builder.add(load(builder, at(builder, places, step, 8), INDEX), first)
                 each = [at(builder, begin, size, position) for position in range(TOGETHER)]
                 for place in each:
-                    fetch(builder, builder.add(place, INDEX(AHEAD[16])), kept=True)
+                    fetch(builder, builder.add(place, INDEX(AHEAD[16])))
                 return _turned(builder, [read(place) for place in each])
 
             return values

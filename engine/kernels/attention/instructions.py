@@ -232,7 +232,7 @@ def weigh_pairs(rows: int, parts: int, *, fetches: bool = True) -> Any:
                 places = [at(builder, vector, INDEX(_WIDE * part), width) for vector in (first, second)]
                 if fetches:
                     for place in places:
-                        fetch(builder, builder.add(place, INDEX(AHEAD[16])), kept=True)
+                        fetch(builder, builder.add(place, INDEX(AHEAD[16])))
                 for pairs in pairs_of(builder, places):
                     made += [add_pairs(builder, sums[len(made) + r], pairs, weights[r]) for r in range(rows)]
             return made

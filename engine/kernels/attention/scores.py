@@ -173,7 +173,7 @@ def _dots(builder: Any, kind: Any, keys: int, registers: int, part: Any) -> list
     def body(chunk: Any, sums: list[Any]) -> list[Any]:
         for line in range(keys // 4):  # as many lines as the keys have, one after the other
             ahead = at(builder, key_address, chunk, _CHUNK * keys)
-            fetch(builder, builder.add(ahead, INDEX(AHEAD[16] + 64 * line)), kept=True)
+            fetch(builder, builder.add(ahead, INDEX(AHEAD[16] + 64 * line)))
         queries = [load(builder, at(builder, begin, chunk, _REGISTER), INTS) for begin in begins]
         made: list[Any] = []
         for row in rows:

@@ -30,7 +30,7 @@ import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.misc.appdirs import AppDirs
 
-from engine.kernels.compiler.processor import FEATURES, NAME
+from engine.kernels.compiler.processor import FEATURES, HOST, NAME
 
 _ROOM = Path(__file__).resolve().parents[1]
 _PREFIX = "moe_compress_kernels"
@@ -54,8 +54,8 @@ def source_digest(room: Path = _ROOM) -> str:
 
 
 def processor_digest() -> str:
-    """Return a digest of the processor's name and features."""
-    return _digest(NAME.encode(), FEATURES.encode())
+    """Return a digest of the processor's name, and of the name and features that kernels are compiled for."""
+    return _digest(HOST.encode(), NAME.encode(), FEATURES.encode())
 
 
 def _parents() -> Iterator[Path]:

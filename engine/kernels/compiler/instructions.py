@@ -9,7 +9,15 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.compiler.processor import IS_ARM, MIXES_SIGNS, MULTIPLIES_INTEGERS, SHIFTS_BYTES, WIDENS_HALVES
+from engine.kernels.compiler.processor import (
+    IS_ARM,
+    MIXES_SIGNS,
+    MULTIPLIES_INTEGERS,
+    PREFETCHING,
+    SECOND_LEVEL,
+    SHIFTS_BYTES,
+    WIDENS_HALVES,
+)
 
 LANES = 16
 """Number of float32 values in a vector register."""
@@ -19,22 +27,27 @@ IN_ORDER = ("contract",)
 """Flags of operations whose order must stay. Operations without flags may be reordered (compiling.py), differently for each
 number of rows of a product."""
 AHEAD = {32: 8192, 16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
-"""Prefetch distance in bytes, for a matrix of so many bits. The processor's own prefetching stops at the end of each 4 kB,
-and out-of-order execution does not look far ahead where each byte is multiplied with several vectors."""
+"""Bytes that weights of so many bits are prefetched ahead."""
 
 
-def fetch(builder: Any, address: Any, *, kept: bool = False) -> None:
-    """Prefetch the memory at an address. An invalid address has no effect.
+def fetch_weights(builder: Any, address: Any, ahead: int, vectors: int) -> None:
+    """Prefetch weights of a matrix so many bytes ahead, as `PREFETCHING` says. vectors: how many it is multiplied with.
 
-    kept: whether it is read again later, so that the second-level cache should hold it. A step is done with weights as soon
-    as it has read them, but for one more read where there are more than four vectors.
+    Into the second-level cache they are prefetched from twice as far: it is larger.
     """
+    cache = PREFETCHING.one_vector if vectors == 1 else PREFETCHING.several
+    if cache is not None:
+        fetch(builder, builder.add(address, INDEX(2 * ahead if cache == SECOND_LEVEL else ahead)), cache)
+
+
+def fetch(builder: Any, address: Any, cache: int = SECOND_LEVEL) -> None:
+    """Prefetch the memory at an address into a cache. An invalid address has no effect."""
     pointer = BYTE.as_pointer()
     prefetch = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
     )
-    read, cache, of_data = INT(0), INT(2 if kept else 0), INT(1)
-    builder.call(prefetch, [builder.inttoptr(address, pointer), read, cache, of_data])
+    read, of_data = INT(0), INT(1)
+    builder.call(prefetch, [builder.inttoptr(address, pointer), read, INT(cache), of_data])
 
 
 def many(kind: Any, size: int) -> Any:

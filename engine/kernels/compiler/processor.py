@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 from llvmlite import binding
@@ -31,8 +32,29 @@ def _features() -> str:
 
 binding.initialize_native_asmparser()  # some instructions are written in assembly language
 IS_ARM: bool = binding.get_process_triple().startswith(("aarch64", "arm64"))
-NAME: str = numba.config.CPU_NAME or binding.get_host_cpu_name()
+HOST: str = binding.get_host_cpu_name()
+NAME: str = numba.config.CPU_NAME or HOST
 FEATURES = _features()
+FIRST_LEVEL, SECOND_LEVEL = 0, 2
+"""Caches that memory is prefetched into: the first-level cache alone, for what is read once, or the second-level cache. The
+numbers are LLVM's."""
+
+
+class Prefetching(NamedTuple):
+    """The caches that weights are prefetched into; None where that is left to the processor.
+
+    A processor's own prefetching may stop at the end of each 4 kB, and out-of-order execution does not look far ahead where
+    each byte is multiplied with several vectors.
+    """
+
+    one_vector: int | None = FIRST_LEVEL
+    """Weights that are multiplied with one vector."""
+    several: int | None = FIRST_LEVEL
+    """Weights that are multiplied with several vectors at once, and perhaps read once more for further ones."""
+
+
+PREFETCHING = {"znver4": Prefetching(None, SECOND_LEVEL)}.get(HOST, Prefetching())
+"""That of this processor, whatever instructions the kernels are compiled for. docs/LOG.md has the measurements."""
 _features_list = FEATURES.split(",")
 ADDS_DOT_PRODUCTS = IS_ARM and "+dotprod" in _features_list
 """Whether an ARM processor adds up products of four signed bytes."""

@@ -28,7 +28,7 @@ from engine.kernels.compiler.instructions import (
     added_up,
     at,
     cut,
-    fetch,
+    fetch_weights,
     in_fours,
     in_lanes,
     load,
@@ -76,8 +76,8 @@ def _row_products(builder: Any, kind: BlockKind, weights: Any, vectors: list[Any
     def taking(blocks: int) -> Any:
         def body(index: Any, sums: list[Any]) -> list[Any]:
             start = builder.add(weights, parts(builder, index, kind.numbers, kind.bytes))
-            for ahead in range(0, blocks * kind.bytes, 64) if blocks == kind.blocks else ():
-                fetch(builder, builder.add(start, INDEX(_AHEAD + ahead)))
+            for line in range(0, blocks * kind.bytes, 64) if blocks == kind.blocks else ():
+                fetch_weights(builder, builder.add(start, INDEX(line)), _AHEAD, len(vectors))
             group, made, first = kind.unpacked(builder, start, blocks), [], 0
             for vector, size in zip(vectors, sizes, strict=True):
                 made += vector.added(index, group, sums[first : first + size])

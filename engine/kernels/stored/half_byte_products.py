@@ -28,7 +28,7 @@ from engine.kernels.compiler.instructions import (
     LANES,
     SHORT,
     add_product,
-    fetch,
+    fetch_weights,
     in_lanes,
     looked_up,
     loop,
@@ -100,8 +100,8 @@ def _row_products(builder: Any, matrix: Matrix, row: tuple[Any, Any], vectors: l
 
         def body(index: Any, sums: list[Any]) -> list[Any]:
             start, made = builder.add(weights, parts(builder, index, 2)), list(sums)
-            for ahead in range(0, size // 2, 64) if size == CHUNK else ():
-                fetch(builder, builder.add(start, INDEX(_AHEAD + ahead)))
+            for line in range(0, size // 2, 64) if size == CHUNK else ():
+                fetch_weights(builder, builder.add(start, INDEX(line)), _AHEAD, len(vectors))
             scales = spread(builder, matrix.scales(own_scales, index, size), 0, matrix.kind.group // GROUP, groups)
             own = [builder.fmul(scales, vector.scales(index, groups), flags=IN_ORDER) for vector in vectors]
             for r, vector in enumerate(vectors):

@@ -27,7 +27,7 @@ from engine.kernels.compiler.instructions import (
     add_product,
     added_up,
     at,
-    fetch,
+    fetch_weights,
     in_fours,
     loop,
     narrowed,
@@ -143,7 +143,7 @@ class _MatrixRow:
         for step in range(CHUNK // unit):
             stored = unit_of_row(builder, at(builder, start, INDEX(step * unit * bits // 8), 1), bits)
             while fetched < (step + 1) * unit * bits // 8:  # each line of memory once
-                fetch(builder, at(builder, start, INDEX(fetched + AHEAD[bits]), 1))
+                fetch_weights(builder, builder.add(start, INDEX(fetched)), AHEAD[bits], len(vectors))
                 fetched += REGISTER
             first = step * unit // ROUNDED
             for r, vector in enumerate(vectors):
