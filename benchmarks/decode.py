@@ -1,7 +1,7 @@
 """Decoding and prefill of a random mixture of 1.5 B parameters: ours, transformers, llama.cpp and vLLM, in 16, 8 and 4 bits.
 
 pip install llama-cpp-python gguf matplotlib
-python benchmarks/decode.py [--directory DIR] [--rounds 5] [--vllm-python PYTHON] [--hide avx512 | --require amx]
+python benchmarks/decode.py [--directory DIR] [--rounds 5] [--vllm-python PYTHON] [--hide avx512 | --require amx|zen4]
 
 All contenders of equal bits are loaded at once and timed in turn. Speeds are medians. A ratio is the median of ratios of two
 consecutive measurements: memory bandwidth drifts within a minute, so contenders decode in turn several times a round.
@@ -13,7 +13,8 @@ many threads; a contender's share of it is the median of shares of two measureme
 
 With `--hide avx512` nothing uses AVX-512, which shows the speed on a processor with AVX2 alone. llama.cpp must have been
 built without it: `GGML_NATIVE=OFF`. Layers compiled by torch.compile are left out then: torch 2.13 ends with a protection
-fault in them. With `--require amx` the figures are stored apart, as those of a processor with Intel's matrix tiles.
+fault in them. With `--require amx` or `zen4` the figures are stored apart, as those of a processor with Intel's
+matrix tiles or of a Zen 4.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from engine.bench.backends import COMPILED, BenchCase, BenchSpec, TorchBackend, 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.files.huge_pages import zeros
+from engine.kernels.compiler.processor import HOST
 
 PROMPT, LONG, NEW, BATCH = 512, 4096, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
@@ -73,8 +75,8 @@ IMPLEMENTATIONS = {
 """Implementations of experts in transformers, some with each layer compiled by torch.compile. batched_mm is left out for
 prompts: it copies every token's experts, 18 GB for a prompt of 512.
 """
-REQUIRED = {"amx": torch.cpu._is_amx_tile_supported}
-"""Whether the processor has some instructions, by the name of what figures require."""
+REQUIRED = {"amx": torch.cpu._is_amx_tile_supported, "zen4": lambda: HOST == "znver4"}
+"""Whether the processor is of a kind, by the name of what figures require."""
 Rates = dict[str, dict[str, list[float]]]
 
 
@@ -438,8 +440,8 @@ def quoted(figures: dict[str, Any]) -> dict[str, str]:
     return said
 
 
-TABLES = {"decode": table, "decode_without_avx512": table, "decode_with_amx": table}
-IN_TEXT = {"decode": quoted, "decode_without_avx512": quoted}
+TABLES = {"decode": table, "decode_without_avx512": table, "decode_with_amx": table, "decode_with_zen4": table}
+IN_TEXT = {"decode": quoted, "decode_without_avx512": quoted, "decode_with_zen4": quoted}
 
 
 def picture(figures: dict[str, Any], path: Path) -> None:
@@ -476,7 +478,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, help="of the environment of vLLM; without it vLLM is left out")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--hide", choices=HIDDEN, default="", help="instructions that nothing uses")
-    kind.add_argument("--require", choices=REQUIRED, default="", help="instructions that the processor must have")
+    kind.add_argument("--require", choices=REQUIRED, default="", help="kind of processor that the figures are of")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -490,7 +492,7 @@ def main() -> None:
     if arguments.hide and arguments.vllm_python:
         parser.error("--hide has no effect on vLLM; leave out --vllm-python")
     if arguments.require and not REQUIRED[arguments.require]():
-        print(f"this processor has no {arguments.require}", file=sys.stderr)
+        print(f"this is no processor with {arguments.require}", file=sys.stderr)
         sys.exit(NOT_POSSIBLE_HERE)
     setting = Setting(arguments.threads, arguments.vllm_python, arguments.hide, arguments.require)
     with tempfile.TemporaryDirectory() as temporary:

@@ -153,6 +153,13 @@ BENCHMARKS = (
         trial=("--require", "amx", "--rounds", "1", "--layers", "1"),
         needs="pip install llama-cpp-python gguf, and a processor with AMX",
     ),
+    Benchmark(
+        *("decode", ("decode_with_zen4",), ENGINE),
+        arguments=("--require", "zen4"),
+        trial=("--require", "zen4", "--rounds", "1", "--layers", "1"),
+        needs="pip install llama-cpp-python gguf, and a Zen 4",
+        inputs=VLLM,
+    ),
     Benchmark("decode_families", ("decode_families",), ENGINE, trial=("--repetitions", "1", "--layers", "8"), inputs=LLAMA),
     Benchmark("speculative_decoding", ("speculative_decoding",), ENGINE, trial=("--prompts", "1", "--repetitions", "1")),
     Benchmark(

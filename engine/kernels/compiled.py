@@ -595,7 +595,7 @@ def decode_tokens(
         require_experts.load()
         function, used_LTS = before_experts
         step["before_experts"], step["used"] = cast(function, c_void_p).value, _address(used_LTS)
-        step["used_slots"] = used_LTS.shape[2]
+        step["used_slots"], step["asked"] = used_LTS.shape[2], 0
     together = stays and threads > 1 and uses_openmp()
     decode = step_tokens.decode_together if together else step_tokens.decode_tokens
     decode(_address(text), ids, tokens, *results)

@@ -19,7 +19,6 @@ from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import select
-from engine.decoder.step.rules import has_known_router
 from engine.kernels.expert_places import DISTANCES
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.linear import as_bfloat16
@@ -97,33 +96,30 @@ class BeforeExperts:
         self._residencies = {layer: block.residency for layer, block in blocks.items() if block.residency is not None}
         self._used_LTS: Any = None
         self._asked: set[int] = set()
-        self._kept: list[Any] = []
-        """Arrays whose addresses the table holds."""
+        self._came = 0
         self._error: BaseException | None = None
         own = weakref.proxy(self)
         self.function = kernels.BEFORE_EXPERTS(lambda *given: own._require(*given))
         for layer, residency in self._residencies.items():
-            known = (later >= 0 and has_known_router(kernels, blocks[later]) for later in residency.following_K.tolist())
-            following_K = np.where(list(known), residency.following_K, -1)
-            arrays = {"places": residency.places_N, "awaits": residency.awaits_1, "following": following_K}
+            arrays = {"places": residency.places_N, "awaits": residency.awaits_1, "following": residency.following_K}
             for name, array in arrays.items():
                 table[layer][name] = int(array.ctypes.data)
-            self._kept.append(following_K)
 
     def begin(self, layers: int, tokens: int, slots: int) -> Any:
         """Begin a step. Returns the array for the experts that it uses, [layers, T, slots]."""
         self._used_LTS = np.full((layers, tokens, slots), -1, np.int64)
         self._asked.clear()
-        self._error = None
+        self._error, self._came = None, 0
         next(iter(self._residencies.values())).begin_step()
         return self._used_LTS
 
-    def end(self) -> BaseException | None:
+    def end(self, calls: int) -> BaseException | None:
         """Return the first error of the step, which could not pass through compiled code; the result is then worthless.
 
-        Otherwise note the choices of the layers that did not ask.
+        Otherwise note the choices of the layers that did not ask. calls: how many calls the step made; as in `Outside.end`.
         """
-        error, self._error = self._error, None
+        error = self._error or (KeyboardInterrupt() if self._came < calls else None)
+        self._error = None
         if error is None:
             for layer, residency in self._residencies.items():
                 if layer not in self._asked:
@@ -131,6 +127,7 @@ class BeforeExperts:
         return error
 
     def _require(self, layer: int, chosen: int, weights: int, x: int, tokens: int, slots: int, predicted: int) -> None:
+        self._came += 1
         if self._error is not None:
             return
         try:

@@ -149,7 +149,7 @@ class DecodeStep:
                 stays=own.is_large and not self._calls and before is None,
             )
         finally:
-            errors = own.outside.end(), None if before is None else before.end()
+            errors = own.outside.end(), None if before is None else before.end(int(own.step["asked"][0]))
         if not is_done:
             return False
         for error in errors:
@@ -188,6 +188,7 @@ class DecodeStep:
         if self._routings is None or not all(map(is_, routings, self._routings)):
             self._routings = None
             self._is_served = all(is_known(routing) or may_be_called(routing) for routing in routings)
+            self._is_served = self._is_served and _predicts(kernels, own.blocks)
             if self._is_served:
                 self._route(kernels, own, routings)
             self._routings = routings
@@ -266,6 +267,13 @@ def _is_step(tokens_BL: Tensor, cache: KeyValueCache | PagedBatch) -> bool:
     if batch * length > COMPILED_MAX_ROWS or (batch > 1 and length > 1) or cache.dtype not in COMPILED_DTYPES:
         return False
     return cache.is_step if isinstance(cache, PagedBatch) else True
+
+
+def _predicts(kernels: Any, blocks: dict[int, MoeBlock]) -> bool:
+    """Return whether the kernels compute the logits of all routers by which absent experts are read ahead."""
+    residencies = [block.residency for block in blocks.values() if block.residency is not None]
+    following = {later for each in residencies for later in each.following_K.tolist() if later >= 0}
+    return all(has_known_router(kernels, blocks[later]) for later in following)
 
 
 def _calls(kernels: Any, table: Any) -> int:

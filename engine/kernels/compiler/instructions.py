@@ -27,7 +27,7 @@ IN_ORDER = ("contract",)
 """Flags of operations whose order must stay. Operations without flags may be reordered (compiling.py), differently for each
 number of rows of a product."""
 AHEAD = {32: 8192, 16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
-"""Bytes that weights of so many bits are prefetched ahead."""
+"""Bytes that weights of so many bits are prefetched ahead; see `fetch_weights`."""
 
 
 def fetch_weights(builder: Any, address: Any, ahead: int, vectors: int) -> None:

@@ -49,6 +49,7 @@ def require_experts(address: Any, index: Any, chosen: Any, weights: Any) -> None
             is_needed = True
     if is_needed:
         slots = layer.slots
+        job.asked += 1
         call(job.before_experts, (index, chosen, weights, job.normed, tokens, slots, address_of(predicted)))
     keep(predicted)
 

@@ -61,11 +61,11 @@ LAYER = np.dtype(
         ("feeds", np.int64),  # whether there are experts or a dense FFN
         ("chooses_outside", np.int64),  # whether the function CHOOSE chooses the experts
         ("selection_bias", np.int64),  # [N] float32, added to the scores for the choice; 0 for none
-        ("by_sigmoid", np.int64),  # whether the scores with a bias are sigmoids, or else a softmax
+        ("by_sigmoid", np.int64),  # whether the scores that it is added to are sigmoids; otherwise they are a softmax
         ("expert_factors", np.int64),  # 0, or factors of the experts' weights [N], float32
         *((name, np.int64) for name in ("groups", "groups_per_token", "group_of")),  # numbers, 0 for none; each expert's [N]
-        ("added_to_sum", np.float32),  # to the divisor of the normalized weights of scores with a bias,
-        ("least_sum", np.float32),  # and the least that the divisor then is
+        ("added_to_sum", np.float32),  # added to the divisor of normalized weights where there is a bias
+        ("least_sum", np.float32),  # the least that this divisor may be
         ("is_wide", np.int64),  # whether the router is multiplied in float32, in this FORM
         ("router_form", np.int64),
         ("weight_scale", np.float32),
@@ -100,6 +100,7 @@ STEP = np.dtype(
         ("zero_centered", np.int64),  # whether norms of layers are
         *((name, np.int64) for name in ("mix", "choose")),  # addresses of functions MIX and CHOOSE, or 0
         ("before_experts", np.int64),  # 0, or the address of a function BEFORE_EXPERTS (experts.py), and then
+        ("asked", np.int64),  # the calls of that function so far,
         ("used", np.int64),  # of the chosen experts [layers, T, U], integers,
         ("used_slots", np.int64),  # U, the most slots of a layer
         ("seen_chosen", np.int64),  # 0, or the addresses of choices and weights [layers, T, S],

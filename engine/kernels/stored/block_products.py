@@ -46,7 +46,7 @@ from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
 from engine.kernels.stored.rounded_vectors import ROUNDED, round_vector, rounder
 
 _AHEAD = 4096
-"""Prefetch distance in bytes."""
+"""Bytes that weights are prefetched ahead; see `fetch_weights`."""
 
 
 def _tile(

@@ -51,7 +51,7 @@ from engine.kernels.stored.float_types import (
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS, WIDEN
 
 _AHEAD = {8: 8192, 4: 2048}
-"""Prefetch distance in bytes, by the bits of a weight."""
+"""Bytes that weights are prefetched ahead, by the bits of a weight; see `fetch_weights`."""
 _SUMS = 2
 """Number of registers that accumulate one product, so that additions do not wait for each other."""
 

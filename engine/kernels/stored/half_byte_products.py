@@ -51,7 +51,7 @@ GROUP = 16
 CHUNK, UNIT, REST = 512, 128, 32
 """Numbers of weights: of a step of a product, of those that are unpacked together, and of those that may be left behind."""
 _AHEAD = 2048
-"""Prefetch distance in bytes."""
+"""Bytes that weights are prefetched ahead; see `fetch_weights`."""
 _LOW_BITS = 7
 """Bits of the lower of two bytes of a value."""
 

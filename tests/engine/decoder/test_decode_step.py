@@ -38,7 +38,7 @@ NEARLY_TIED = {"qwen3_5_moe_text", "glm4_moe_lite"}
 """Families in whose first sequence two experts tie, or a number lies between two roundings: either result is right."""
 HAVE_STATES = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "lfm2_moe", "nemotron_h"}
 """Families whose states cannot forget tokens, which are therefore read one by one."""
-CHOOSE_OUTSIDE = ("llama_moe", "ernie4_5_moe")
+CHOOSE_OUTSIDE = ("llama_moe",)
 """Families whose experts are chosen outside of the compiled step."""
 GREEDY = {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
 """DeepSeek V2-Lite's choice, by a softmax in float32 over all experts."""

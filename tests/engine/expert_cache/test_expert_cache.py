@@ -14,11 +14,13 @@ import pytest
 import torch
 from conftest import reference_model, save_reference
 from float_models_for_tests import save_compressed_float8, save_float8, save_mxfp4, save_nvfp4
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
+from engine.decoder.routing import SparseMixer
 from engine.decoder.step.callbacks import BeforeExperts, _array
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.expert_cache import cache as cache_module
@@ -164,10 +166,66 @@ def test_a_compiled_step_chooses_the_same_within_a_limit(name: str, threshold: f
     own = reference_model(name.split()[0], hidden_size=64, **CHOICES[name])
     own.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     engine, cache = engine_of(tmp_path / "model", miss_threshold=threshold)
-    found = decoded(engine)
-    assert engine.decoder._step._before is not None, "the step was compiled"
+    found, step = decoded(engine), engine.decoder._step
+    assert step._before is not None and step._calls == 0, "the step was one compiled call"
     assert any(each.read for each in cache.figures.values())
     assert bool(found.isfinite().all()) and (threshold > 0 or torch.equal(found, decoded(Engine.open(tmp_path / "model"))))
+    cache.close()
+
+
+def test_choices_outside_of_the_kernels_stay_within_a_limit(model: Path) -> None:
+    """The compiled step calls back for them, and then asks for the experts that are absent."""
+    engine, cache = engine_of(model)
+    free = Engine.open(model)
+    for each in (engine, free):
+        for block in each.decoder.moe_blocks:
+            block.routing = SparseMixer(2, 0.01)
+    assert torch.equal(decoded(engine), decoded(free))
+    step = engine.decoder._step
+    assert step._before is not None and step._calls > 0, "the step was compiled, and called back"
+    assert any(each.read for each in cache.figures.values())
+    cache.close()
+
+
+def test_observers_see_the_choices_within_a_limit(tmp_path: Path) -> None:
+    """Those of routers in float32, which the step then calls back for."""
+    reference_model("deepseek_v3", hidden_size=64, moe_intermediate_size=64).to(torch.bfloat16).save_pretrained(
+        tmp_path / "model"
+    )
+    engine, cache = engine_of(tmp_path / "model")
+    free, seen = Engine.open(tmp_path / "model"), dict[str, list[Tensor]](limited=[], free=[])
+    for name, each in (("limited", engine), ("free", free)):
+        for block in each.decoder.moe_blocks:
+            block.observer = lambda x, logits, selection, own=seen[name]: own.extend((x.clone(), logits, *selection))
+    assert torch.equal(decoded(engine), decoded(free))
+    assert engine.decoder._step._before is not None
+    assert len(seen["limited"]) == len(seen["free"]) > 0
+    assert all(torch.equal(*both) for both in zip(seen["limited"], seen["free"], strict=True))
+    cache.close()
+
+
+def test_a_request_for_experts_that_is_lost_to_an_interrupt_ends_the_step(model: Path) -> None:
+    """Python drops an interrupt before the first line of a function that compiled code calls."""
+    engine, cache = engine_of(model)
+    expected = decoded(engine)
+    before = engine.decoder._step._before
+    assert before is not None
+    before._require = lambda *given: None  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        decoded(engine)
+    del before._require
+    assert torch.equal(decoded(engine), expected)
+    cache.close()
+
+
+def test_a_gate_network_within_a_limit_goes_layer_by_layer(tmp_path: Path) -> None:
+    """Its router's logits, by which experts are read ahead, are not computed by the kernels."""
+    save_reference("llama_moe", tmp_path / "model")
+    (stored,) = (tmp_path / "model").glob("*.safetensors")
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(stored).items()}, stored)
+    engine, cache = engine_of(tmp_path / "model")
+    assert torch.equal(decoded(engine), decoded(Engine.open(tmp_path / "model", dtype="bfloat16")))
+    assert engine.decoder._step._before is None
     cache.close()
 
 
