@@ -492,7 +492,7 @@ def main() -> None:
     if arguments.hide and arguments.vllm_python:
         parser.error("--hide has no effect on vLLM; leave out --vllm-python")
     if arguments.require and not REQUIRED[arguments.require]():
-        print(f"this is no processor with {arguments.require}", file=sys.stderr)
+        print(f"this processor is not of the kind {arguments.require}", file=sys.stderr)
         sys.exit(NOT_POSSIBLE_HERE)
     setting = Setting(arguments.threads, arguments.vllm_python, arguments.hide, arguments.require)
     with tempfile.TemporaryDirectory() as temporary:

@@ -187,8 +187,8 @@ class DecodeStep:
         routings = [block.routing for block in own.blocks.values()]
         if self._routings is None or not all(map(is_, routings, self._routings)):
             self._routings = None
-            self._is_served = all(is_known(routing) or may_be_called(routing) for routing in routings)
-            self._is_served = self._is_served and _predicts(kernels, own.blocks)
+            are_chosen = all(is_known(routing) or may_be_called(routing) for routing in routings)
+            self._is_served = are_chosen and _predicts(kernels, own.blocks)
             if self._is_served:
                 self._route(kernels, own, routings)
             self._routings = routings

@@ -13,6 +13,18 @@ from engine.kernels.compiler.memory import floats, halves, integers
 from engine.kernels.step.layers import layer_at
 
 
+@helper
+def _exponentials(logits_N: Any) -> Any:
+    """Return e^(logit − largest) of each logit, and their sum: the parts of a softmax."""
+    shares_N, largest, total = np.empty(logits_N.shape[0], np.float32), np.float32(-np.inf), np.float32(0.0)
+    for expert in range(logits_N.shape[0]):
+        largest = max(largest, logits_N[expert])
+    for expert in range(logits_N.shape[0]):
+        shares_N[expert] = exp(logits_N[expert] - largest)
+        total += shares_N[expert]
+    return shares_N, total
+
+
 @kernel("void(int64, int64, int64, int64)")
 def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
     """Write a token's experts by the softmax of its float32 logits, largest first, and their weights.
@@ -23,14 +35,7 @@ def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
     experts, slots, normalizes, scale = layer.expert_count, layer.slots, layer.normalizes, layer.weight_scale
     logits_N, chosen_S = numba.carray(floats(logits), (experts,)), numba.carray(integers(chosen), (slots,))
     weights_S = numba.carray(floats(weights), (slots,))
-    shares_N = np.empty(experts, np.float32)
-    largest = none
-    for expert in range(experts):
-        largest = max(largest, logits_N[expert])
-    total = np.float32(0.0)
-    for expert in range(experts):
-        shares_N[expert] = exp(logits_N[expert] - largest)
-        total += shares_N[expert]
+    shares_N, total = _exponentials(logits_N)
     if layer.groups > 0:
         for expert in range(experts):
             if logits_N[expert] == none:
@@ -68,16 +73,12 @@ def scale_chosen(place: Any, chosen: Any, weights: Any) -> None:
 @helper
 def _scores(layer: Any, logits_N: Any) -> Any:
     """Return the sigmoids of the logits, or their softmax."""
-    scores_N, largest, total = np.empty(layer.expert_count, np.float32), np.float32(-np.inf), np.float32(0.0)
     if layer.by_sigmoid != 0:
+        scores_N = np.empty(layer.expert_count, np.float32)
         for expert in range(layer.expert_count):
             scores_N[expert] = np.float32(1.0) / (np.float32(1.0) + exp(-logits_N[expert]))
         return scores_N
-    for expert in range(layer.expert_count):
-        largest = max(largest, logits_N[expert])
-    for expert in range(layer.expert_count):
-        scores_N[expert] = exp(logits_N[expert] - largest)
-        total += scores_N[expert]
+    scores_N, total = _exponentials(logits_N)
     for expert in range(layer.expert_count):
         scores_N[expert] /= total
     return scores_N
