@@ -7,7 +7,7 @@ import sys
 
 from results import NOT_POSSIBLE_HERE
 
-from engine.kernels import linear
+from engine.kernels import torch_products
 
 HIDDEN = {
     "avx512": {
@@ -27,7 +27,9 @@ def hide(hidden: str) -> None:
     if not own.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | own)
     if own:
-        linear.has_half_arithmetic = lambda: False  # torch tells what the processor has, whatever the environment hides
+        torch_products.has_half_arithmetic = lambda: (
+            False
+        )  # torch tells what the processor has, whatever the environment hides
 
 
 def require_built_without(hidden: str, build: str) -> None:

@@ -5,8 +5,7 @@ transformers calls the experts of a layer with hidden states [T, D], the chosen 
 copy, and no other weights:
 
 - in one call of the compiled kernels, if the experts are bfloat16 and the kernels have their gate;
-- expert by expert, through views into the stacked weights, for all other experts on a CPU, and for those that many tokens of
-  a prompt chose if the processor does not multiply bfloat16.
+- expert by expert, through views into the stacked weights, for all other experts on a CPU.
 
 Where `obstacle` finds a reason (a GPU, gradients, torch.compile), an implementation of transformers computes the experts.
 A slot whose index is not the number of an expert is empty: it adds nothing, and on a CPU it costs nothing.
@@ -33,8 +32,9 @@ from engine.decoder.routing import NO_EXPERT, Selection
 from engine.errors import UnsupportedError
 from engine.families.layer_config import Activation, ClampedSwiglu, GatedGelu
 from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, TORCH, KernelChoice, is_served, prepare_decoding
-from engine.kernels.linear import as_bfloat16, expert_form, linear, places_of, serves_rows, transposed_linear
+from engine.kernels.linear import as_bfloat16, expert_form, linear, places_of, serves_rows
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight
+from engine.kernels.torch_products import transposed_linear
 
 NAME = "moe-compress"
 """Name of the implementation, for `experts_implementation=` of transformers."""

@@ -21,8 +21,9 @@ from engine.decoder.text_attention import attend_texts, sinks_array, takes_texts
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
 from engine.kernels.kernel_choice import TORCH, KernelChoice
-from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears, multiplies_bfloat16
+from engine.kernels.linear import as_bfloat16, linear, linears
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
+from engine.kernels.torch_products import is_emulated, multiplies_bfloat16
 
 Cache = KeyValueCache | PagedBatch
 Masks = Mapping[int | Chunk | None, Tensor | None]

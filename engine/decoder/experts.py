@@ -30,15 +30,14 @@ from engine.kernels.linear import (
     expert_form,
     kernel_form,
     linear,
-    linear_by_blocks,
     linears,
-    multiplies_bfloat16,
     places_of,
     plain,
     serves_rows,
     wide_linear,
 )
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
+from engine.kernels.torch_products import linear_by_blocks, multiplies_bfloat16
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
 

@@ -28,8 +28,9 @@ from engine.decoder.text_attention import attend_texts
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import LATENT_UP
 from engine.kernels.kernel_choice import TORCH
-from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears
+from engine.kernels.linear import as_bfloat16, linear, linears
 from engine.kernels.stored.quantized_weight import LowBitWeight, Weight, frozen, frozen_tensor
+from engine.kernels.torch_products import is_emulated
 
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, independent of the config."""

@@ -5,8 +5,9 @@ here. Importing this package loads nothing. Start with `linear`, which chooses b
 read `compiled`, which holds the functions that call the kernels.
 
 Each file of the compiled kernels for the CPU (Numba, optional: `pip install moe-compress[fast]`) has one task: `products`
-and `dot_products` (matrices times a few vectors; plain ones in bfloat16, float32 and float16), `panels` (matrices times
-many vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts) and `rounding_search` (scales of GGUF's K types).
+and `dot_products` (matrices times a few vectors; plain ones in bfloat16, float32 and float16), `panels` and `panel_tiles`
+(matrices times many vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts) and `rounding_search` (scales of
+GGUF's K types).
 Each file begins with the record that its kernels are given. The folder `attention` reads caches of keys and values,
 `recurrences` has layers with a state, and `step` computes all layers in one call. The folder `stored` has the products of
 low-bit weights, packed floats and GGUF's blocks, and `compiler` what kernels are written with.

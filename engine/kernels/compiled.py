@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels import expert_panels, experts, panels, rounding_search
+from engine.kernels import expert_panels, experts, panel_tiles, panels, rounding_search
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import grouped
 from engine.kernels.attention import latent as latent_attention
@@ -126,6 +126,7 @@ __all__ = [
     "needed_for_floats",
     "own_forms",
     "own_table",
+    "panel_tiles",
     "prepare",
     "products",
     "recur",
@@ -652,5 +653,4 @@ def needed(
     every += [product_kernels.centered_norm] if zero_centered and not is_whole else []
     every += [step_tokens.decode_together] if is_whole else []
     every += [KERNELS[name] for name in mixers]
-    many = [panels.panel_products, expert_panels.panel_swiglu, attend_prompt]
-    return every + (many if MULTIPLIES_BFLOAT16 else [])
+    return [*every, panels.panel_products, expert_panels.panel_swiglu, attend_prompt]

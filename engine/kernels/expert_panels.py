@@ -18,7 +18,7 @@ from engine.kernels.compiler.parallel import kernels_at
 from engine.kernels.experts import EXPERT_BYTES, NO_GATE, expert_at, experts_at, unit
 from engine.kernels.panels import pack, panel_rows, panels, plain_rows, turned
 
-_DOWN_ROWS = 32
+_DOWN_ROWS = 64
 """Maximum number of rows of the down projections that one thread takes."""
 
 

@@ -24,8 +24,8 @@ KERNELS = "COMPRESS_KERNELS"
 """Environment variable that chooses the kernels of decoding, and of experts on a GPU: `compiled`, `torch`, or `auto`, which
 tries both when a model is loaded. Rounding to K types uses compiled kernels unless the variable is `torch`."""
 COMPILED_MAX_ROWS = 64
-"""Maximum number of rows for the kernels for few rows. Above it, the kernels for many rows are used if the processor
-multiplies bfloat16, and torch does everything else."""
+"""Maximum number of rows for the kernels for few rows. Above it, the kernels for many rows are used, and torch for matrices
+that these do not take."""
 FLOATS_MAX_ROWS = 16
 """Maximum number of rows for the kernels for few rows in float32 and float16."""
 

@@ -1,9 +1,8 @@
-"""Matrices times many vectors, as prompts need them, for processors that multiply pairs of bfloat16 (AVX512-BF16).
+"""Matrices times many vectors, as prompts need them.
 
-Prompts are bound by arithmetic. Vectors are packed into panels, where the same two inputs of 16 vectors fill a register.
-This register is multiplied with a pair of weights that is repeated 16 times, and nothing is added across lanes. Four matrix
-rows and up to six such registers keep their sums in registers, and 24 of 34 instructions multiply. Low-bit weights are
-widened first, one block of rows at a time.
+Prompts are bound by arithmetic. The vectors of 16 tokens lie side by side, the same two inputs of all of them in 64 bytes,
+and several such groups are a panel. A thread takes a block of matrix rows and multiplies it with all panels
+(panel_tiles.py). Low-bit weights are widened to bfloat16 first, one block of rows at a time.
 """
 
 from __future__ import annotations
@@ -18,78 +17,21 @@ from numba.extending import intrinsic
 
 from engine.kernels.compiler.arithmetic import as_float, narrow, narrow_pair
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
-from engine.kernels.compiler.instructions import FLOATS, INDEX, INT, INTS, LANES, add_pairs, at, fetch, load, loop
+from engine.kernels.compiler.instructions import FLOATS, INDEX, INTS, LANES, at, load
 from engine.kernels.compiler.memory import address_of, aligned, call, halves, integers, keep, pairs
 from engine.kernels.compiler.parallel import kernels_at
-from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
+from engine.kernels.panel_tiles import PANEL_VECTORS
 from engine.kernels.products import MATRIX_BYTES, matrix_at, products_at, row_bytes
 from engine.kernels.stored.forms import form_at, form_of, scales_of
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS
 
-_PANEL_VECTORS = 6
-"""Number of vector registers of tokens that are multiplied with four matrix rows at once. Their sums fill the registers."""
-_PANEL_INPUTS = 2048
-"""Number of inputs of the part of a panel that stays in the second-level cache during a pass over the matrix rows."""
 _PANEL_ROWS = 128
 """Maximum number of matrix rows that one thread takes before it goes on to the next expert."""
 
 
 def multiplies_many(outputs: int, inputs: int) -> bool:
-    """Return whether this processor has a kernel for many rows of such a matrix."""
-    return MULTIPLIES_BFLOAT16 and outputs % MULTIPLE_OF_OUTPUTS == 0 and inputs % MULTIPLE_OF_OUTPUTS == 0
-
-
-def _panel_tile(vectors: int, is_paired: bool = False) -> Any:
-    """Return a function of (address of 4 matrix rows of I bfloat16, I, address of a panel, pairs to multiply, address of
-    results) that adds the products of 4 rows with 16 · `vectors` tokens to the float32 results, row after row.
-
-    A panel holds the same two inputs of all its tokens side by side, and so pair after pair. Each sum is one lane, which
-    is added up in the order of the inputs, whatever else the panel holds.
-
-    is_paired: whether the matrix is stored as a panel is: the same two inputs of all its rows side by side. The function
-    then takes the number of matrix rows instead of I.
-    """
-    rows = 4
-    undefined, first_lane = ir.Constant(INTS, ir.Undefined), ir.Constant(INTS, [0] * LANES)
-
-    def tile(context: Any, weights: Any, inputs: Any, panel: Any, count: Any, results: Any) -> Any:
-        return types.void(*[types.int64] * 5), generate
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight_address, inputs, panel, count, result_address = arguments
-        own = builder.mul(inputs, INDEX(4 if is_paired else 2))
-        row_bytes, pair_bytes = (INDEX(4), own) if is_paired else (own, INDEX(4))
-        w_rows = [builder.add(weight_address, builder.mul(row_bytes, INDEX(w))) for w in range(rows)]
-
-        def dots(parts: int) -> Any:
-            def step(index: Any, sums: list[Any]) -> list[Any]:
-                places = [builder.mul(builder.add(index, INDEX(part)), pair_bytes) for part in range(parts)]
-                if not is_paired:
-                    for row in w_rows:
-                        fetch(builder, builder.add(builder.add(row, places[0]), builder.mul(row_bytes, INDEX(rows))))
-                for part, place in enumerate(places):
-                    begin = at(builder, panel, builder.add(index, INDEX(part)), 4 * LANES * vectors)
-                    x = [load(builder, builder.add(begin, INDEX(4 * LANES * v)), INTS) for v in range(vectors)]
-                    made: list[Any] = []
-                    for row in w_rows:
-                        pair = builder.insert_element(undefined, load(builder, builder.add(row, place), INT), INT(0))
-                        w = builder.shuffle_vector(pair, undefined, first_lane)
-                        for each in x:
-                            made.append(add_pairs(builder, sums[len(made)], w, each))
-                    sums = made
-                return sums
-
-            return step
-
-        places = [at(builder, result_address, INDEX(LANES * each), 4) for each in range(rows * vectors)]
-        whole = builder.and_(count, INDEX(-4))
-        sums = loop(builder, INDEX(0), whole, 4, [load(builder, place, FLOATS) for place in places], dots(4))
-        sums = loop(builder, whole, count, 1, sums, dots(1))
-        for place, total in zip(places, sums, strict=True):
-            builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return intrinsic(tile)
+    """Return whether there is a kernel for many rows of such a matrix."""
+    return outputs % MULTIPLE_OF_OUTPUTS == 0 and inputs % MULTIPLE_OF_OUTPUTS == 0
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -116,53 +58,6 @@ def _turn(context: Any, square: Any, stride: Any, turned: Any, turned_stride: An
     return types.void(*[types.int64] * 4), generate
 
 
-_PANEL_OF_1, _PANEL_OF_2, _PANEL_OF_3 = _panel_tile(1), _panel_tile(2), _panel_tile(3)
-_PANEL_OF_4, _PANEL_OF_5, _PANEL_OF_6 = _panel_tile(4), _panel_tile(5), _panel_tile(6)
-_PAIRED_OF_1, _PAIRED_OF_2, _PAIRED_OF_3 = _panel_tile(1, True), _panel_tile(2, True), _panel_tile(3, True)
-_PAIRED_OF_4, _PAIRED_OF_5, _PAIRED_OF_6 = _panel_tile(4, True), _panel_tile(5, True), _panel_tile(6, True)
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64)")
-def multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any) -> None:
-    """Add the products of `count` matrix rows, a multiple of 4, and a panel to float32 results, row after row."""
-    for start in range(0, inputs, _PANEL_INPUTS):
-        number = min(_PANEL_INPUTS, inputs - start) // 2
-        x = panel + 2 * LANES * start * vectors
-        for row in range(0, count, 4):
-            w, y = weights + 2 * (row * inputs + start), results + 4 * LANES * row * vectors
-            if vectors == 6:
-                _PANEL_OF_6(w, inputs, x, number, y)
-            elif vectors == 5:
-                _PANEL_OF_5(w, inputs, x, number, y)
-            elif vectors == 4:
-                _PANEL_OF_4(w, inputs, x, number, y)
-            elif vectors == 3:
-                _PANEL_OF_3(w, inputs, x, number, y)
-            elif vectors == 2:
-                _PANEL_OF_2(w, inputs, x, number, y)
-            else:
-                _PANEL_OF_1(w, inputs, x, number, y)
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64)")
-def multiply_paired(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any) -> None:
-    """Do as `multiply_panel` with a matrix of `count` rows that is stored as pairs of inputs, [inputs / 2, `count`, 2]."""
-    for row in range(0, count, 4):
-        w, y = weights + 4 * row, results + 4 * LANES * row * vectors
-        if vectors == 6:
-            _PAIRED_OF_6(w, count, panel, inputs // 2, y)
-        elif vectors == 5:
-            _PAIRED_OF_5(w, count, panel, inputs // 2, y)
-        elif vectors == 4:
-            _PAIRED_OF_4(w, count, panel, inputs // 2, y)
-        elif vectors == 3:
-            _PAIRED_OF_3(w, count, panel, inputs // 2, y)
-        elif vectors == 2:
-            _PAIRED_OF_2(w, count, panel, inputs // 2, y)
-        else:
-            _PAIRED_OF_1(w, count, panel, inputs // 2, y)
-
-
 @helper
 def turned(made_WZ: Any) -> Any:
     """Return the transpose. Both sizes are multiples of 16."""
@@ -185,7 +80,7 @@ def panels(members_N: Any) -> Any:
     panels_N = np.zeros(members_N.shape[0] + 1, np.int64)
     for each, members in enumerate(members_N):
         vectors = (members + LANES - 1) // LANES
-        panels_N[each + 1] = panels_N[each] + (vectors + _PANEL_VECTORS - 1) // _PANEL_VECTORS
+        panels_N[each + 1] = panels_N[each] + (vectors + PANEL_VECTORS - 1) // PANEL_VECTORS
     begins_P, vectors_P = np.empty(panels_N[-1] + 1, np.int64), np.empty(panels_N[-1], np.int64)
     begins_P[0] = 0
     for each, members in enumerate(members_N):

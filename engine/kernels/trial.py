@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from engine.kernels.plain_forms import FLOATS, plain_form
+from engine.kernels.torch_products import torch_linear
 
 TRIAL_SHAPE = 4096, 4096
 """Shape of the trial's matrix: 32 MB in half precision, more than most caches hold."""
@@ -81,7 +81,7 @@ def _try(kernels: Any, rows: int, many: bool, dtype: torch.dtype) -> bool:
         kernels.products(taken.data_ptr(), rows, [(weight_OI.data_ptr(), 0)], [outputs], inputs, form, many=many)
 
     def of_torch() -> None:
-        F.linear(x, weight_OI)
+        torch_linear(x, weight_OI)
 
     best = {compiled: math.inf, of_torch: math.inf}
     for _ in range(MOST_TRIALS):  # more than a few only where other work disturbs them, or torch is faster indeed

@@ -18,7 +18,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.mxfp4 import is_packed
 from engine.errors import OptionError
 from engine.families.tensor_shapes import layer_tensors
-from engine.kernels.linear import emulates
+from engine.kernels.torch_products import emulates
 from engine.passes import processes
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget, resident_memory_bytes
 from engine.passes.streaming import chunk_tokens

@@ -16,7 +16,7 @@ from unittest import mock
 from llvmlite import binding
 
 TRIPLE = "aarch64-unknown-linux-gnu"
-OF_PAIRS = ("multiply_pairs", "multiply_panel", "multiply_paired", "score_pairs", "add_weighted_pairs")
+OF_PAIRS = ("multiply_pairs", "score_pairs", "add_weighted_pairs")
 """Kernels that are loaded only where the processor multiplies pairs of bfloat16."""
 OF_QUADRUPLES = ("score_bytes", "add_weighted_bytes")
 """Kernels that are loaded only where the processor multiplies bytes four at a time."""

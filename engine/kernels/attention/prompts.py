@@ -1,4 +1,4 @@
-"""Attention of many new positions of each sequence, block by block of keys, for processors that multiply pairs of bfloat16.
+"""Attention of many new positions of each sequence, block by block of keys.
 
 Queries lie in panels, one in each lane, so the softmax of a query needs nothing from other lanes. A block of keys is
 multiplied with a panel of queries, its scores become weights, and these are multiplied with the block of values (Dao 2023,

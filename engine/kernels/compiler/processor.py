@@ -68,6 +68,8 @@ MULTIPLIES_INTEGERS = MULTIPLIES_QUADRUPLES or "+avx2" in _features_list
 MULTIPLIES_BFLOAT16 = "+avx512bf16" in _features_list or (IS_ARM and "+bf16" in _features_list)
 """Whether the processor multiplies pairs of bfloat16. Vectors that bfloat16 matrices are multiplied with are then bfloat16
 too, and otherwise float32."""
+HAS_WIDE_REGISTERS = "+avx512f" in _features_list
+"""Whether the processor has registers of 512 bits, and 32 of them. Others have 16 of 256 bits, or ARM's 32 of 128."""
 SHIFTS_BYTES = "+avx512vbmi" in _features_list and "+avx512vl" in _features_list
 """Whether the processor takes bytes from any bit of 64 bits, as weights of 3 bits are unpacked."""
 WIDENS_HALVES = IS_ARM or "+f16c" in _features_list

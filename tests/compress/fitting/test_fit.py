@@ -97,6 +97,7 @@ def test_both_targets_are_kept(place: Path) -> None:
     assert weight_file_bytes(place / "out") <= size and figures["active_bytes"] <= read
 
 
+@pytest.mark.slow
 def test_experts_that_go_save_no_bytes_that_a_token_reads(place: Path) -> None:
     """Every token reads as many experts as before: with whole experts of one size the engine reads as much."""
     whole_experts = [*FIT, "--bits", "16", "--unit-multiple", "96"]

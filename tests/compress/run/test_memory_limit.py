@@ -19,7 +19,7 @@ from random_model import shape, write_random_weights, write_tokenizer
 import cli
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.files.safetensors_file import SafetensorsFile
-from engine.kernels.linear import has_half_arithmetic
+from engine.kernels.torch_products import has_half_arithmetic
 from engine.passes.activations import Activations
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 

@@ -170,6 +170,7 @@ def test_the_figures_of_the_demo_model_equal_a_loop_by_hand(
     assert 0 < (found.skipped_share or 0.0) < 1 if threshold else not found.skipped_share
 
 
+@pytest.mark.slow
 def test_the_figures_in_the_own_dtype_are_near_a_loop_by_hand(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding to bfloat16 may decide whether an expert is skipped, so one answer or two may differ, but not most."""
     found = evaluated(monkeypatch, place, "demo", "--skip-threshold", "1")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, others_slow, save_reference
-from kernels_for_tests import needs_pairs
 from packages_for_tests import needs_numba
 from serving_for_tests import Served, assert_all_free, run_schedule, run_to_end, scheduler_for, serve
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
@@ -129,7 +128,6 @@ def test_sequences_with_a_state_of_their_own_share_nothing(family: str, tmp_path
 
 
 @needs_numba
-@needs_pairs
 def test_logits_are_the_same_bits_in_the_company_of_more_than_64(tmp_path: Path) -> None:
     """The kernels for more than 64 rows sum in another order."""
     save_model(tmp_path, hidden_size=1024, intermediate_size=2048, num_hidden_layers=1)
@@ -178,7 +176,6 @@ def test_the_same_seed_gives_the_same_text_beside_others(engine: Engine) -> None
 
 
 @needs_numba
-@needs_pairs
 def test_prompts_that_arrive_together_are_read_in_one_pass_with_the_bits_of_each_alone(directory: Path) -> None:
     """In bfloat16, where the kernels sum in one order. One prompt asks for its log-probabilities, another for skipping."""
     engine = Engine.open(directory, device="cpu", dtype="bfloat16")

@@ -70,8 +70,7 @@ def test_a_model_stays_packed(name: str, tmp_path: Path) -> None:
         expected = exact(tokens)[0]
         found = {decoder: _one_by_one(opened, decoder, tokens) for decoder in (packed, wide)}
         of_prompts = {decoder: decoder(tokens, choice=PROMPT)[0] for decoder in (packed, wide)}
-        if kernels.MULTIPLIES_BFLOAT16:
-            assert torch.equal(of_prompts[packed], of_prompts[wide])
+        assert torch.equal(of_prompts[packed], of_prompts[wide])
         for made in (found, of_prompts):
             own, other = (float((made[each].float() - expected).norm(dim=-1).median()) for each in (packed, wide))
             assert own <= 1.25 * other and own < 0.05 * float(expected.norm(dim=-1).median())

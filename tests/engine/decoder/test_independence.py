@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
-from kernels_for_tests import needs_pairs
 from packages_for_tests import needs_numba
 from torch import Tensor
 
@@ -19,7 +18,8 @@ from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.kernels.kernel_choice import DECODING, PROMPT, TORCH
-from engine.kernels.linear import linear, linear_by_blocks
+from engine.kernels.linear import linear
+from engine.kernels.torch_products import linear_by_blocks
 
 WITH_STATES = ("minimax", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "lfm2_moe", "nemotron_h")
 """Families of which one pass reads one text: their layers have states."""
@@ -67,7 +67,6 @@ def read(decoder: Decoder, groups: list[list[int]]) -> tuple[list[Tensor], list[
 
 
 @needs_numba
-@needs_pairs
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_texts_read_together_get_the_bits_of_texts_read_alone(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     decoder = loaded(family, changes, tmp_path)
@@ -80,7 +79,6 @@ def test_texts_read_together_get_the_bits_of_texts_read_alone(family: str, chang
 
 
 @needs_numba
-@needs_pairs
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_a_text_gets_the_same_bits_in_pieces(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """No piece has one position, with which latent attention has a way of its own."""
@@ -111,7 +109,6 @@ def test_layers_with_states_read_one_text_at_a_time(family: str, tmp_path: Path)
 
 
 @needs_numba
-@needs_pairs
 def test_a_gate_network_that_the_kernels_do_not_multiply_is_not_independent(tmp_path: Path) -> None:
     assert not rows_are_independent(loaded("llama_moe", {}, tmp_path), PROMPT)
 
@@ -123,7 +120,6 @@ def test_without_the_kernels_for_many_rows_nothing_is_said_to_be_independent(tmp
 
 
 @needs_numba
-@needs_pairs
 def test_a_width_that_the_kernels_do_not_multiply_is_not_independent(tmp_path: Path) -> None:
     assert not rows_are_independent(loaded("mixtral", {"intermediate_size": 42}, tmp_path), PROMPT)
 

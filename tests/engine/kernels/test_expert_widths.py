@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels_for_tests import kernels, needs_integers, needs_pairs
+from kernels_for_tests import kernels, needs_integers
 from packages_for_tests import needs_numba
 from test_linear import rounded_to_8_bits
 from torch import Tensor
@@ -177,7 +177,7 @@ def test_every_weight_of_the_chosen_experts_is_read_once_in_equal_blocks() -> No
     assert units[:-1] == [32] * (len(units) - 1) and 0 < units[-1] <= 32 and sum(units) == sum(ODD[i] for i in (0, 2, 3, 5))
 
 
-@needs_pairs
+@needs_numba
 @pytest.mark.parametrize("form", [(16, 1), *LOW_BIT])
 @pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED, UNGATED])
 def test_many_tokens(kind: str, form: tuple[int, int]) -> None:
@@ -186,7 +186,7 @@ def test_many_tokens(kind: str, form: tuple[int, int]) -> None:
     check(some_experts(256, (*widths, form[1] * 4), form, kind), 150, kind)
 
 
-@needs_pairs
+@needs_numba
 def test_one_width_that_panels_do_not_take_leaves_many_tokens_to_torch() -> None:
     """The kernels for many tokens multiply four rows at once. Every expert's width counts, and not only the first one's."""
     torch.manual_seed(0)

@@ -10,26 +10,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels_for_tests import kernels, needs_integers, needs_pairs
+from kernels_for_tests import kernels, needs_integers
 from packages_for_tests import needs_numba
 
 import engine.decoder.experts
 import engine.kernels.kernel_choice
-import engine.kernels.linear
+import engine.kernels.torch_products
 from engine.decoder.experts import CompiledExperts, Expert, MoeBlock, grouped
 from engine.decoder.routing import NO_EXPERT, Selection, TopK
 from engine.errors import OptionError
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.kernel_choice import DECODING
-from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, linears, plain, transposed_linear
+from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, linears, plain
 from engine.kernels.stored.quantized_weight import quantise
 from engine.kernels.stored.scheme import BITS
+from engine.kernels.torch_products import transposed_linear
 
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(engine.kernels.linear, "has_half_arithmetic", lambda: request.param)
-    monkeypatch.setattr(engine.kernels.linear, "BLOCK_ELEMENTS", 64)  # several blocks even for small matrices
+    monkeypatch.setattr(engine.kernels.torch_products, "has_half_arithmetic", lambda: request.param)
+    monkeypatch.setattr(engine.kernels.torch_products, "BLOCK_ELEMENTS", 64)  # several blocks even for small matrices
     return bool(request.param)
 
 
@@ -163,7 +164,7 @@ def test_compiled_products_of_few_bits_hide_no_overflow(value: float) -> None:
     assert not linear(x, quantise(torch.ones(4, 64), 8, 32, torch.bfloat16), choice=DECODING).isfinite().any()
 
 
-@needs_pairs
+@needs_numba
 @pytest.mark.parametrize("bits", [16, *BITS])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 32), (16, 64), (97, 96), (113, 2048 + 32), (200, 160)])
@@ -189,7 +190,7 @@ def test_compiled_products_of_many_rows(rows: int, inputs: int, threads: int, bi
     assert torch.equal(products(x[some]), y[some]), "to the bit, whatever is computed beside it"
 
 
-@needs_pairs
+@needs_numba
 @pytest.mark.parametrize("bits", [16, 8, 3])
 @pytest.mark.parametrize("kind", ["plain", "scaled inputs", "clamped, with biases"])
 def test_compiled_experts_of_many_tokens(kind: str, bits: int) -> None:
@@ -247,7 +248,7 @@ def test_compiled_experts_of_many_tokens(kind: str, bits: int) -> None:
     assert torch.equal(made(some), y[some]), "to the bit, whatever is computed beside it"
 
 
-@needs_pairs
+@needs_numba
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_panels_hide_no_overflow_and_keep_it_to_itself(value: float) -> None:
     x = torch.ones(80, 64).bfloat16()
@@ -256,7 +257,7 @@ def test_panels_hide_no_overflow_and_keep_it_to_itself(value: float) -> None:
     assert not finite[40].any() and finite[:40].all() and finite[41:].all()
 
 
-@needs_pairs
+@needs_numba
 def test_matrices_that_panels_do_not_take_go_through_torch() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(80, 64).bfloat16(), torch.randn(5, 64).bfloat16()

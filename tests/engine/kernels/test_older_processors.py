@@ -9,7 +9,7 @@ from kernels_for_tests import LACKING, kernels, passed_without
 from packages_for_tests import needs_numba
 
 HERE = Path(__file__).parent
-TESTS = (HERE, HERE.parent / "decoder" / "test_decode_step.py")
+TESTS = (HERE, *(HERE.parent / "decoder" / f"test_{name}.py" for name in ("decode_step", "independence")))
 
 
 @needs_numba

@@ -40,7 +40,7 @@ class Watching:
         self._thread.start()
 
     def _read(self, url: str) -> None:
-        body = {"prompt": "ab", "max_tokens": 100, "stream": True}
+        body = {"prompt": "ab", "max_tokens": 40, "stream": True}
         while not self._end.is_set():
             with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=HUNG_SECONDS) as answer:
                 assert answer.status_code == 200

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels_for_tests import kernels, needs_pairs
+from kernels_for_tests import kernels
+from packages_for_tests import needs_numba
 from torch import Tensor
 
 from engine.decoder.attention import Positions
@@ -58,7 +59,7 @@ def textbook(query: Tensor, key: Kept, value: Kept, scale: float, window: Window
     return scores.softmax(-1) @ value
 
 
-@needs_pairs
+@needs_numba
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 70, Chunk(64), Chunk(50)], ids=str)
@@ -75,7 +76,7 @@ def test_it_equals_the_textbook(
     assert float((found - expected).abs().max()) < 0.01 * float(expected.abs().max())
 
 
-@needs_pairs
+@needs_numba
 @pytest.mark.parametrize("window", [None, 70], ids=str)
 def test_keys_and_values_of_8_bits(window: Window) -> None:
     """The scales are a part of those of a larger cache."""
@@ -87,7 +88,7 @@ def test_keys_and_values_of_8_bits(window: Window) -> None:
     assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 
-@needs_pairs
+@needs_numba
 @pytest.mark.parametrize("window", [None, 70, Chunk(50)], ids=str)
 def test_a_query_gets_the_same_bits_in_pieces_and_behind_a_window(window: Window) -> None:
     """The whole text at once, and pieces of 1, 63 and 193 positions, of which the last sees no key before its window."""
@@ -102,7 +103,7 @@ def test_a_query_gets_the_same_bits_in_pieces_and_behind_a_window(window: Window
     assert torch.equal(torch.cat(pieces, dim=2), whole)
 
 
-@needs_pairs
+@needs_numba
 def test_queries_lie_anywhere() -> None:
     """Here they begin at no multiple of their size."""
     query, key, value = inputs((1, 4, 2, 32, 24, 50, 81))
@@ -110,7 +111,7 @@ def test_queries_lie_anywhere() -> None:
     assert torch.equal(attend_texts(kernels, beside, key, value, 0.2), attend_texts(kernels, query, key, value, 0.2))
 
 
-@needs_pairs
+@needs_numba
 def test_a_sink_that_is_none() -> None:
     query, key, value = inputs((1, 2, 1, 32, 32, 100, 331))
     sinks_H = torch.full((2,), -torch.inf)
@@ -118,7 +119,7 @@ def test_a_sink_that_is_none() -> None:
     assert torch.equal(found, attend_texts(kernels, query, key, value, 0.2, 70))
 
 
-@needs_pairs
+@needs_numba
 def test_what_is_not_finite_stays_so() -> None:
     """A NaN in a key reaches all queries that see it, so that the damage is noticed, and no query before it."""
     query, key, value = inputs((1, 2, 1, 32, 32, 100, 100))
@@ -127,7 +128,7 @@ def test_what_is_not_finite_stays_so() -> None:
     assert found[:, :, :60].isfinite().all() and found[:, :, 60:].isnan().all()
 
 
-@needs_pairs
+@needs_numba
 def test_who_attends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of bfloat16 without padding and without gradients do, and nothing else."""
     monkeypatch.setenv("COMPRESS_KERNELS", "compiled")

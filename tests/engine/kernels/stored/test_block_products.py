@@ -16,7 +16,7 @@ from conftest import save_reference
 from float_models_for_tests import save_mxfp4
 from gguf_for_tests import Tensors, q8_0, write_gguf
 from gguf_models_for_tests import gguf_metadata, gguf_tensors
-from kernels_for_tests import kernels, needs_integers, needs_pairs
+from kernels_for_tests import kernels, needs_integers
 from packages_for_tests import needs_numba
 
 import engine.kernels.kernel_choice
@@ -166,8 +166,6 @@ def test_experts_of_several_types() -> None:
     experts = [Expert(*(block_weight(name, *shape) for name, shape in shapes.items())) for _ in range(3)]
     plains = [Expert(*(plain(weight, torch.float32) for weight in expert.projections)) for expert in experts]
     for tokens, choice, bound in ((5, DECODING, 0.02), (40, PROMPT, 0.01)):
-        if choice is PROMPT and not kernels.MULTIPLIES_BFLOAT16:
-            continue
         x, weights = torch.randn(tokens, 256).bfloat16(), torch.rand(tokens, 2)
         chosen = torch.stack([torch.randperm(3)[:2] for _ in range(tokens)])
         y = CompiledExperts()(x, experts, Selection(chosen, weights), choice=choice)
@@ -210,7 +208,7 @@ def aligned(tmp_path: Path, family: str) -> Path:
     return write_gguf(tmp_path / "m.gguf", gguf_metadata(own), tensors)
 
 
-@needs_pairs
+@needs_numba
 def test_rows_that_the_kernels_do_not_take_together_are_dequantized_once(tmp_path: Path) -> None:
     checkpoint = Checkpoint(aligned(tmp_path, "mixtral"))
     view = checkpoint._views["lm_head.weight"]

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from kernels_for_tests import kernels, needs_integers, needs_pairs
+from kernels_for_tests import kernels, needs_integers
 from packages_for_tests import needs_numba
 from torch import Tensor
 
@@ -176,7 +176,7 @@ def test_widened_matrices_are_the_naive_ones(kind: str, monkeypatch: pytest.Monk
     assert torch.equal(plain(weight, torch.bfloat16), weight.dequantised(torch.bfloat16))
 
 
-@needs_pairs
+@needs_numba
 @pytest.mark.parametrize("kind", FLOAT_TYPES)
 def test_prompts_are_multiplied_with_widened_rows(kind: str) -> None:
     weight, x = weight_of(kind, 132, inputs_of(kind)), torch.randn(40, inputs_of(kind)).bfloat16()
@@ -258,8 +258,6 @@ def test_experts_are_multiplied_as_stored(kinds: tuple[str | int, ...]) -> None:
     weights = [weight for expert in experts for weight in expert.projections]
     assert expert_form(kernels, weights) == (kernels.MIXED if len(set(kinds)) > 1 else (kinds[0], kernels.WHOLE_ROWS))
     for tokens, choice in ((5, DECODING), (40, PROMPT)):
-        if choice is PROMPT and not kernels.MULTIPLIES_BFLOAT16:
-            continue
         torch.manual_seed(tokens)
         x, shares = torch.randn(tokens, 256).bfloat16() / 8, torch.rand(tokens, 2)
         chosen = torch.stack([torch.randperm(3)[:2] for _ in range(tokens)])

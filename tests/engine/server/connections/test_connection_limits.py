@@ -80,7 +80,7 @@ def test_under_attack_others_are_answered(attacked: tuple[subprocess.Popen[str],
     ):
         try:
             assert attacker.stdout is not None and attacker.stdout.readline() == "attacking\n"
-            time.sleep(1)
+            time.sleep(0.4)
             for head in ({}, {"connection": "close"}) * REQUESTS:
                 statuses.append(client.post("/v1/completions", json=ASKED, headers=head).status_code)
                 time.sleep(0.05)

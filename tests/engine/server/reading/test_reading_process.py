@@ -49,7 +49,6 @@ def tokenizer(directory: Path) -> Any:
 @pytest.fixture
 def without_collection() -> Iterator[None]:
     """Collect no garbage during a test: torch's callbacks for collected objects fail in the middle of a deep recursion."""
-    gc.collect()
     gc.disable()
     try:
         yield
