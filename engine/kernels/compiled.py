@@ -182,7 +182,7 @@ def products(
     """Return [x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O], as the bits of bfloat16.
 
     x: contiguous bfloat16. form: the form that all weights share. many: whether to use the kernel for many rows, which does
-    not know the forms FLOAT32, FLOAT16 and WIDE. In these x and the results are float32.
+    not know the forms FLOAT16 and WIDE. In these and in FLOAT32, x and the results are float32.
     """
     ends_M, matrices = np.array(list(accumulate(outputs)), np.int64), np.array(weights, np.int64)
     y_TO = _empty_results(rows, ends_M[-1], form)
@@ -637,7 +637,8 @@ def load_parts(layers: Any) -> None:
 
 def needed_for_floats(form: Form) -> list[Kernel]:
     """Return the kernels that decode with plain weights of this form, FLOAT32 or FLOAT16."""
-    return [*form_kernels(form[0]), product_kernels.products, experts.swiglu]
+    many = [panels.panel_products, expert_panels.panel_swiglu] if form == FLOAT32 else []
+    return [*form_kernels(form[0]), product_kernels.products, experts.swiglu, *many]
 
 
 def needed(

@@ -10,13 +10,15 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.kernels.compiler.arithmetic import narrow, narrow_pair, wide_vector
+from engine.kernels.compiler.arithmetic import narrow_pair, wide_vector
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.compiler.instructions import LANES
-from engine.kernels.compiler.memory import address_of, aligned, call, floats, halves, integers, keep, pairs
-from engine.kernels.compiler.parallel import kernels_at
+from engine.kernels.compiler.memory import address_of, aligned, call, floats, integers, keep, pairs
+from engine.kernels.compiler.parallel import kernels_at, loop_of
 from engine.kernels.experts import EXPERT_BYTES, NO_GATE, expert_at, experts_at, unit
-from engine.kernels.panels import pack, panel_rows, panels, plain_rows, turned
+from engine.kernels.panels import pack_tokens, panel_rows, panels, plain_rows, turned, value_bytes
+from engine.kernels.products import write
+from engine.kernels.stored.forms import form_at
 
 _DOWN_ROWS = 64
 """Maximum number of rows of the down projections that one thread takes."""
@@ -41,6 +43,16 @@ def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -
             low = unit(gate_WZ[2 * pair, place], up_WZ[2 * pair, place], alpha, limit)
             high = unit(gate_WZ[2 * pair + 1, place], up_WZ[2 * pair + 1, place], alpha, limit)
             panel_CZ[pair, place] = narrow_pair(low, high)
+
+
+@helper
+def _unit_floats(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -> None:
+    """Compute the hidden units of W rows and write them as W inputs of a panel of float32."""
+    count, places = gate_WZ.shape
+    panel_WZ = numba.carray(floats(target), (count, places))
+    for row in range(count):
+        for place in range(places):
+            panel_WZ[row, place] = unit(gate_WZ[row, place], up_WZ[row, place], alpha, limit)
 
 
 @helper
@@ -93,7 +105,7 @@ def _middle_begins(widths_N: Any, panels_N: Any, begins_P: Any) -> Any:
     return middle_begins_P
 
 
-@kernel(JOB, calls=("parallel_for", "pack_experts_block", "unit_panels_block", "down_panels_block"))
+@kernel(JOB, calls=("parallel_for", "serial_for", "pack_experts_block", "unit_panels_block", "down_panels_block"))
 def panel_swiglu(address: Any) -> None:
     """Compute `swiglu` for many tokens."""
     job = experts_at(address)
@@ -116,7 +128,8 @@ def panel_swiglu(address: Any) -> None:
     tokens_Z, weights_Z = np.full(places, -1), np.empty(places, np.float32)
     scales_Z = np.empty(places if job.scales != 0 else 0, np.float32)
     _place_members(job, next_N, tokens_Z, weights_Z, scales_Z)
-    x, middle = aligned(2 * job.hidden * places), aligned(2 * middle_begins_P[-1])
+    size = value_bytes(form_at(job.form))
+    x, middle = aligned(size * job.hidden * places), aligned(size * middle_begins_P[-1])
     job.used, job.used_count, job.members = address_of(used_N), used, places
     job.panels, job.panel_begins, job.panel_vectors = address_of(panels_N), address_of(begins_P), address_of(vectors_P)
     job.tokens_of_places, job.weights_of_places, job.scales_of_places = (
@@ -125,14 +138,15 @@ def panel_swiglu(address: Any) -> None:
         address_of(scales_Z),
     )
     job.prepared, job.prepared_middle, job.middle_begins = address_of(x), address_of(middle), address_of(middle_begins_P)
-    call(table.parallel_for, (table.pack_experts_block, address, vectors_P.shape[0]))
+    loop = loop_of(table, job.threads)
+    call(loop, (table.pack_experts_block, address, vectors_P.shape[0]))
     job.block_rows = panel_rows(widest, job.threads)
     blocks_K2 = unit_blocks(used_N[:used], widths_N, job.block_rows)
     job.unit_blocks = address_of(blocks_K2)
-    call(table.parallel_for, (table.unit_panels_block, address, blocks_K2.shape[0]))
+    call(loop, (table.unit_panels_block, address, blocks_K2.shape[0]))
     job.block_rows = min(_DOWN_ROWS, panel_rows(job.hidden, job.threads))
     blocks = (job.hidden + job.block_rows - 1) // job.block_rows
-    call(table.parallel_for, (table.down_panels_block, address, blocks))
+    call(loop, (table.down_panels_block, address, blocks))
     keep(used_N)
     keep(panels_N)
     keep(begins_P)
@@ -154,14 +168,14 @@ def pack_experts_block(address: Any, panel: Any) -> None:
     first, count = begins_P[panel], begins_P[panel + 1] - begins_P[panel]
     tokens_Z = numba.carray(integers(job.tokens_of_places + 8 * first), (count,))
     scales_Z = numba.carray(floats(job.scales_of_places + 4 * first), (count if job.scales != 0 else 0,))
-    pack(job.x, job.hidden, tokens_Z, scales_Z, job.prepared + 2 * job.hidden * first)
+    pack_tokens(job, job.hidden, first, tokens_Z, scales_Z)
 
 
-@kernel(BLOCK, calls=("multiply_panel",))
+@kernel(BLOCK)
 def unit_panels_block(address: Any, place: Any) -> None:
     """Compute some hidden units of one expert, for all its panels."""
     job = experts_at(address)
-    table, hidden = kernels_at(job.kernels), job.hidden
+    form, hidden = form_at(job.form), job.hidden
     panels_N = numba.carray(integers(job.panels), (job.count + 1,))
     block_2 = numba.carray(integers(job.unit_blocks + 16 * place), (2,))
     expert, first = block_2[0], block_2[1]
@@ -178,20 +192,23 @@ def unit_panels_block(address: Any, place: Any) -> None:
     for panel in range(panels_N[expert], panels_N[expert + 1]):
         begin, vectors = begins_P[panel], vectors_P[panel]
         gate_WZ, up_WZ = np.zeros((count, LANES * vectors), np.float32), np.zeros((count, LANES * vectors), np.float32)
-        x = job.prepared + 2 * hidden * begin
+        x = job.prepared + value_bytes(form) * hidden * begin
         if has_gate:
-            call(table.multiply_panel, (address_of(gate_weights), count, hidden, x, vectors, address_of(gate_WZ)))
-        call(table.multiply_panel, (address_of(up_weights), count, hidden, x, vectors, address_of(up_WZ)))
+            call(form.multiply_panel, (address_of(gate_weights), count, hidden, x, vectors, address_of(gate_WZ)))
+        call(form.multiply_panel, (address_of(up_weights), count, hidden, x, vectors, address_of(up_WZ)))
         if own.gate_bias != 0:
             _add_bias_to_rows(own.gate_bias, first, gate_WZ)
             _add_bias_to_rows(own.up_bias, first, up_WZ)
-        target = job.prepared_middle + 2 * middle_begins_P[panel] + 2 * first * LANES * vectors
-        _unit_pairs(gate_WZ, up_WZ, job.alpha, job.limit, target)
+        target = job.prepared_middle + value_bytes(form) * (middle_begins_P[panel] + first * LANES * vectors)
+        if form.takes_floats:
+            _unit_floats(gate_WZ, up_WZ, job.alpha, job.limit, target)
+        else:
+            _unit_pairs(gate_WZ, up_WZ, job.alpha, job.limit, target)
     keep(gate_weights)
     keep(up_weights)
 
 
-@kernel(BLOCK, calls=("multiply_panel",))
+@kernel(BLOCK)
 def down_panels_block(address: Any, place: Any) -> None:
     """Compute some outputs of all experts, and sum them for each token with the weights of its slots."""
     job = experts_at(address)
@@ -202,16 +219,14 @@ def down_panels_block(address: Any, place: Any) -> None:
     y_TW = np.zeros((job.tokens, count), np.float32)
     for chosen in used_N:
         _add_expert(job, chosen, first, count, y_TW)
-    y_TD = numba.carray(halves(job.results), (job.tokens, hidden))
     for token in range(job.tokens):
-        for index in range(count):
-            y_TD[token, first + index] = narrow(y_TW[token, index])
+        write(job.results, token * hidden + first, y_TW[token], form_at(job.form))
 
 
 @helper
 def _add_expert(job: Any, chosen: Any, first: Any, count: Any, y_TW: Any) -> None:
     """Add `count` outputs of one expert to the outputs of its tokens."""
-    table, size = kernels_at(job.kernels), job.block_rows
+    form, size = form_at(job.form), job.block_rows
     panels_N, own = numba.carray(integers(job.panels), (job.count + 1,)), expert_at(job.experts + chosen * EXPERT_BYTES)
     width = own.width
     begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))
@@ -223,8 +238,8 @@ def _add_expert(job: Any, chosen: Any, first: Any, count: Any, y_TW: Any) -> Non
     for panel in range(panels_N[chosen], panels_N[chosen + 1]):
         begin, vectors = begins_P[panel], vectors_P[panel]
         down_WZ = np.zeros((size, LANES * vectors), np.float32)
-        middle = job.prepared_middle + 2 * middle_begins_P[panel]
-        call(table.multiply_panel, (address_of(weights), count, width, middle, vectors, address_of(down_WZ)))
+        middle = job.prepared_middle + value_bytes(form) * middle_begins_P[panel]
+        call(form.multiply_panel, (address_of(weights), count, width, middle, vectors, address_of(down_WZ)))
         if own.down_bias != 0:
             _add_bias_to_rows(own.down_bias, first, down_WZ[:count])
         down_ZW = turned(down_WZ)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import OptionError
-from engine.kernels.plain_forms import FLOATS, FORMS, plain_form
+from engine.kernels.plain_forms import FLOATS, FORMS, OF_PROMPTS, plain_form
 from engine.kernels.trial import TRIAL_SHAPE, pays
 from engine.progress import Progress, no_progress
 
@@ -27,7 +27,7 @@ COMPILED_MAX_ROWS = 64
 """Maximum number of rows for the kernels for few rows. Above it, the kernels for many rows are used, and torch for matrices
 that these do not take."""
 FLOATS_MAX_ROWS = 16
-"""Maximum number of rows for the kernels for few rows in float32 and float16."""
+"""Maximum number of rows for the kernels for few rows in float32 and float16. Torch computes more, up to those for many."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,10 @@ class KernelChoice:
 
     def for_products(self, rows: int, *tensors: Tensor) -> Any:
         """Return the module of compiled kernels if it multiplies so many rows of these tensors and pays, else None."""
+        if tensors and tensors[0].dtype in FLOATS:
+            return self._for_floats(rows, *tensors)
         if not self.takes_many(rows):
-            return self.for_few(rows, *tensors) or self._for_floats(rows, *tensors)
+            return self.for_few(rows, *tensors)
         return self.for_any(*tensors) if rows and self.may_compile and _many_pay() else None
 
     def for_any(self, *tensors: Tensor) -> Any:
@@ -88,15 +90,17 @@ class KernelChoice:
         return self.for_products(query.shape[0] * query.shape[2])
 
     def _for_floats(self, rows: int, *tensors: Tensor) -> Any:
-        """Return the module of compiled kernels if it multiplies so few rows of float32 or float16 and pays, else None."""
-        dtype = tensors[0].dtype
-        if not self.may_compile or not 1 <= rows <= FLOATS_MAX_ROWS or dtype not in FLOATS:
+        """Return the module of compiled kernels if it multiplies so many rows of float32 or float16 and pays, else None."""
+        dtype, many = tensors[0].dtype, self.takes_many(rows)
+        is_served = dtype in OF_PROMPTS if many else rows <= FLOATS_MAX_ROWS
+        if not self.may_compile or not is_served or rows < 1:
             return None
         if torch.is_grad_enabled() or not all(each.is_cpu and each.is_contiguous() for each in tensors):
             return None
         kernels = _load_for_floats(dtype)
-        if kernels is not None:
-            kernels.use_threads(self.threads or torch.get_num_threads())
+        if kernels is None or (many and not _many_pay(dtype)):
+            return None
+        kernels.use_threads(self.threads or torch.get_num_threads())
         return kernels
 
 
@@ -132,7 +136,8 @@ def prepare_decoding(
         return
     if dtype in FLOATS:
         _load(kernels, kernels.needed_for_floats(plain_form(kernels, dtype)), progress)
-        _load_for_floats(dtype)
+        if _load_for_floats(dtype) is not None and dtype in OF_PROMPTS:
+            _many_pay(dtype)
         return
     _load(kernels, [] if needed is None else needed(kernels), progress)
     _many_pay()
@@ -210,9 +215,9 @@ def _load(kernels: Any, needed: Iterable[Any], progress: Progress = no_progress)
 
 
 @cache
-def _many_pay() -> bool:
+def _many_pay(dtype: torch.dtype = torch.bfloat16) -> bool:
     """Return whether the compiled kernels also serve more than `COMPILED_MAX_ROWS` rows."""
-    kernels = _load_kernels()
+    kernels = _load_kernels() if dtype == torch.bfloat16 else _load_for_floats(dtype)
     if kernels is None or not kernels.multiplies_many(*TRIAL_SHAPE):
         return False
-    return wanted_kernels() == "compiled" or pays(kernels, 2 * COMPILED_MAX_ROWS, many=True)
+    return wanted_kernels() == "compiled" or pays(kernels, 2 * COMPILED_MAX_ROWS, many=True, dtype=dtype)

@@ -1,7 +1,7 @@
 """Matrices times many vectors, as prompts need them.
 
-Prompts are bound by arithmetic. The vectors of 16 tokens lie side by side, the same two inputs of all of them in 64 bytes,
-and several such groups are a panel. A thread takes a block of matrix rows and multiplies it with all panels
+Prompts are bound by arithmetic. The inputs of 16 tokens lie side by side: the same two of all of them in 64 bytes, or one in
+float32. Several such groups are a panel. A thread takes a block of matrix rows and multiplies it with all panels
 (panel_tiles.py). Low-bit weights are widened to bfloat16 first, one block of rows at a time.
 """
 
@@ -15,13 +15,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.compiler.arithmetic import as_float, narrow, narrow_pair
+from engine.kernels.compiler.arithmetic import as_float, narrow_pair
 from engine.kernels.compiler.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.compiler.instructions import FLOATS, INDEX, INTS, LANES, at, load
-from engine.kernels.compiler.memory import address_of, aligned, call, halves, integers, keep, pairs
-from engine.kernels.compiler.parallel import kernels_at
+from engine.kernels.compiler.memory import address_of, aligned, call, floats, halves, integers, keep, pairs
+from engine.kernels.compiler.parallel import kernels_at, loop_of
 from engine.kernels.panel_tiles import PANEL_VECTORS
-from engine.kernels.products import MATRIX_BYTES, matrix_at, products_at, row_bytes
+from engine.kernels.products import MATRIX_BYTES, matrix_at, products_at, row_bytes, write
 from engine.kernels.stored.forms import form_at, form_of, scales_of
 from engine.kernels.stored.low_bit import MULTIPLE_OF_OUTPUTS
 
@@ -99,6 +99,25 @@ def _scaled(pair: Any, scale: Any) -> Any:
     return narrow_pair(low, high)
 
 
+@inline
+def value_bytes(form: Any) -> Any:
+    """Return the bytes of a value of a panel, in a call with this form: 4 for float32, 2 for bfloat16."""
+    return 4 if form.takes_floats else 2
+
+
+@helper
+def pack_floats(x: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any) -> None:
+    """Write rows of float32, times their scales if any, into a panel of Z places. A negative token is an empty place."""
+    panel_IZ = numba.carray(floats(panel), (inputs, tokens_Z.shape[0]))
+    for start in range(0, inputs, LANES):  # a cache line of each row
+        end = min(start + LANES, inputs)
+        for place, token in enumerate(tokens_Z):
+            row_I = numba.carray(floats(x + 4 * max(token, 0) * inputs), (inputs,))
+            scale = np.float32(0.0) if token < 0 else scales_Z[place] if scales_Z.shape[0] else np.float32(1.0)
+            for index in range(start, end):
+                panel_IZ[index, place] = row_I[index] * scale if token >= 0 else scale
+
+
 @helper
 def pack(x: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any) -> None:
     """Write rows of bfloat16, times their scales if any, into a panel of Z places. A negative token is an empty place."""
@@ -122,13 +141,14 @@ def pack(x: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any) -> None:
 
 @helper
 def plain_rows(form_address: Any, matrix: Any, first: Any, count: Any, inputs: Any) -> Any:
-    """Return the bits of `count` matrix rows in bfloat16, contiguous: the rows in place, or a copy for low-bit rows.
+    """Return `count` matrix rows, contiguous: those of float32 or bfloat16 in place, or a copy in bfloat16 for low-bit rows.
 
     form_address: the FORM of the call.
     """
     form = form_at(form_of(form_address, matrix))
-    if form.bits == 16:
-        return numba.carray(halves(matrix.values + first * row_bytes(inputs, form)), (count * inputs,))
+    if form.takes_floats or form.bits == 16:
+        size = row_bytes(inputs, form)
+        return numba.carray(halves(matrix.values + first * size), (count * size // 2,))
     rows = np.empty(count * inputs, np.uint16)
     scales = scales_of(form_address, matrix)
     call(form.widen, (matrix.values, scales, form.group, first, count, inputs, address_of(rows)))
@@ -144,22 +164,34 @@ def panel_rows(rows: Any, threads: Any) -> Any:
     return size
 
 
-@kernel(JOB, calls=("parallel_for", "pack_block", "panel_products_block"))
+@kernel(JOB, calls=("parallel_for", "serial_for", "pack_block", "panel_products_block"))
 def panel_products(address: Any) -> None:
     """Compute `products` for many rows."""
     job = products_at(address)
-    table, inputs = kernels_at(job.kernels), job.inputs
+    table = kernels_at(job.kernels)
     _, begins_P, vectors_P = panels(np.full(1, job.rows))
-    x = aligned(2 * inputs * begins_P[-1])
+    x = aligned(value_bytes(form_at(job.form)) * job.inputs * begins_P[-1])
     ends_M = numba.carray(integers(job.ends), (job.count,))
     job.prepared, job.panel_begins, job.panel_vectors = address_of(x), address_of(begins_P), address_of(vectors_P)
     job.panels, job.block_rows = vectors_P.shape[0], panel_rows(ends_M[-1], job.threads)
-    call(table.parallel_for, (table.pack_block, address, vectors_P.shape[0]))
+    loop = loop_of(table, job.threads)
+    call(loop, (table.pack_block, address, vectors_P.shape[0]))
     blocks = (ends_M[-1] + job.block_rows - 1) // job.block_rows
-    call(table.parallel_for, (table.panel_products_block, address, blocks))
+    call(loop, (table.panel_products_block, address, blocks))
     keep(x)
     keep(begins_P)
     keep(vectors_P)
+
+
+@helper
+def pack_tokens(job: Any, inputs: Any, first: Any, tokens_Z: Any, scales_Z: Any) -> None:
+    """Pack these rows of x, of `inputs` values, into the panel that begins with place `first` of all panels."""
+    form = form_at(job.form)
+    panel = job.prepared + value_bytes(form) * inputs * first
+    if form.takes_floats:
+        pack_floats(job.x, inputs, tokens_Z, scales_Z, panel)
+    else:
+        pack(job.x, inputs, tokens_Z, scales_Z, panel)
 
 
 @kernel(BLOCK)
@@ -171,10 +203,10 @@ def pack_block(address: Any, panel: Any) -> None:
     tokens_Z = np.full(last - first, -1)
     for place in range(min(last, job.rows) - first):
         tokens_Z[place] = first + place
-    pack(job.x, job.inputs, tokens_Z, np.empty(0, np.float32), job.prepared + 2 * job.inputs * first)
+    pack_tokens(job, job.inputs, first, tokens_Z, np.empty(0, np.float32))
 
 
-@kernel(BLOCK, calls=("multiply_panel",))
+@kernel(BLOCK)
 def panel_products_block(address: Any, block: Any) -> None:
     """Multiply some rows of the matrices, counted through all matrices, with all panels."""
     job = products_at(address)
@@ -194,18 +226,16 @@ def panel_products_block(address: Any, block: Any) -> None:
 @helper
 def _multiply_panels(job: Any, weights: Any, count: Any, first: Any) -> None:
     """Multiply `count` matrix rows, which give the outputs from `first` on, with all panels."""
-    table, size, inputs = kernels_at(job.kernels), job.block_rows, job.inputs
-    ends_M = numba.carray(integers(job.ends), (job.count,))
-    y_TO = numba.carray(halves(job.results), (job.rows, ends_M[-1]))
+    form, size, inputs = form_at(job.form), job.block_rows, job.inputs
+    outputs = numba.carray(integers(job.ends), (job.count,))[-1]
     begins_P = numba.carray(integers(job.panel_begins), (job.panels + 1,))
     vectors_P = numba.carray(integers(job.panel_vectors), (job.panels,))
     for panel in range(job.panels):
         place, vectors = begins_P[panel], vectors_P[panel]
         made_WZ = np.zeros((size, LANES * vectors), np.float32)
-        x = job.prepared + 2 * inputs * place
-        call(table.multiply_panel, (address_of(weights), count, inputs, x, vectors, address_of(made_WZ)))
+        x = job.prepared + value_bytes(form) * inputs * place
+        call(form.multiply_panel, (address_of(weights), count, inputs, x, vectors, address_of(made_WZ)))
         made_ZW = turned(made_WZ)
         for row in range(min(LANES * vectors, job.rows - place)):
-            for index in range(count):
-                y_TO[place + row, first + index] = narrow(made_ZW[row, index])
+            write(job.results, (place + row) * outputs + first, made_ZW[row, :count], form)
     keep(weights)

@@ -77,6 +77,12 @@ def loop_for(table: Any, size: Any) -> Any:
     return table.serial_for if size < ONE_THREAD_BYTES else table.parallel_for
 
 
+@inline
+def loop_of(table: Any, threads: Any) -> Any:
+    """Return the address of the loop for work that pays on any number of threads: one thread needs no parallel loop."""
+    return table.serial_for if threads == 1 else table.parallel_for
+
+
 def use_threads(count: int) -> None:
     """Set the number of threads of this thread's later calls, at most the number that Numba started with."""
     count = min(count, numba.config.NUMBA_NUM_THREADS)

@@ -55,6 +55,7 @@ FORM = np.dtype(
         ("multiply", np.int64),  # addresses of kernels
         ("prepare", np.int64),
         ("widen", np.int64),  # 0 for plain weights
+        ("multiply_panel", np.int64),  # of prompts; 0 where torch computes them
     ]
 )
 form_at = record_at(FORM)
@@ -82,14 +83,15 @@ class _Row(NamedTuple):
     multiply: str = ""
     prepare: str = ""
     widen: str = ""
+    multiply_panel: str = "multiply_panel"
 
 
 def _row(kind: int | str) -> _Row:
     if kind == 16:
         return _Row(16, 1, 2, 4 * VALUE_BYTES, "multiply_plain", "prepare_plain")
     if kind in (FLOAT32[0], FLOAT16[0], WIDE[0]):
-        size = 4 if kind == FLOAT32[0] else 2
-        return _Row(8 * size, 1, size, 16, f"multiply_{kind}", "prepare_wide")
+        size, panel = (4, "multiply_float_panel") if kind == FLOAT32[0] else (2, "")
+        return _Row(8 * size, 1, size, 16, f"multiply_{kind}", "prepare_wide", multiply_panel=panel)
     if kind == MIXED[0]:
         return _Row(8, 1, 1, max(_ROUNDED_BYTES, 4 * VALUE_BYTES, *(_row_of_floats(own).vector for own in FLOAT_KINDS)))
     if isinstance(kind, int):
@@ -118,9 +120,9 @@ def _row_of_floats(kind: str) -> _Row:
 
 
 def form_kernels(kind: int | str) -> list[Kernel]:
-    """Return the kernels for weights of so many bits, or of this type: multiply, prepare and, if any, widen."""
+    """Return the kernels for weights of so many bits, or of this type, whose names its row has."""
     row = _row(kind)
-    return [KERNELS[name] for name in (row.multiply, row.prepare, row.widen) if name]
+    return [KERNELS[name] for name in (row.multiply, row.prepare, row.widen, row.multiply_panel) if name]
 
 
 @cache
@@ -130,7 +132,7 @@ def _record(form: Form) -> Any:
         record[name] = getattr(row, name)
     record["group"], record["by_matrix"], record["own_vectors"] = form[1], form in (BLOCKS, MIXED), form == MIXED
     record["takes_floats"] = form in TAKE_FLOATS
-    for name in ("multiply", "prepare", "widen"):
+    for name in ("multiply", "prepare", "widen", "multiply_panel"):
         record[name] = KERNELS[own].address if (own := getattr(row, name)) else 0
     return record
 

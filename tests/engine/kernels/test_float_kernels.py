@@ -47,8 +47,10 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return around[2048 : 2048 + outputs * inputs].view(outputs, inputs).copy_(torch.randn(outputs, inputs) * inputs**-0.5)
 
 
-def is_near(made: Tensor, exact: Tensor) -> bool:
-    return bool((made.double() - exact).abs().max() <= TOLERANCES[made.dtype] * exact.abs().max().clamp_min(1.0))
+def is_near(made: Tensor, exact: Tensor, inputs: int = 256) -> bool:
+    """inputs: numbers that are added up one after another."""
+    tolerance = TOLERANCES[made.dtype] * max(1.0, inputs / 256) ** 0.5
+    return bool((made.double() - exact).abs().max() <= tolerance * exact.abs().max().clamp_min(1.0))
 
 
 @pytest.fixture
@@ -161,14 +163,72 @@ def test_families_decode_as_well_as_through_torch(
 
 
 @needs_numba
-def test_torch_computes_prompts_many_rows_gradients_and_other_weights(calls: list[str]) -> None:
+@pytest.mark.parametrize("rows", [1, 16, 97, 250])
+@pytest.mark.parametrize("inputs", [4, 48, 132, 2052])
+def test_prompts_in_float32_equal_the_formula_and_have_the_same_bits_in_pieces(
+    rows: int, inputs: int, calls: list[str]
+) -> None:
+    """The rows give panels of each width, and the inputs end a part of a matrix and begin another."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(rows, inputs), [matrix(outputs, inputs, torch.float32) for outputs in (36, 4, 300)]
+    with torch.inference_mode():
+        made = linears(x, weights, [None, None, torch.ones(300)], PROMPT)
+        some = torch.randperm(rows)[: rows // 2 + 1]
+        assert all(
+            map(torch.equal, linears(x[some], weights, [None, None, torch.ones(300)], PROMPT), (y[some] for y in made))
+        )
+    for y, weight, bias in zip(made, weights, (0.0, 0.0, 1.0), strict=True):
+        assert y.dtype == torch.float32 and is_near(y, x.double() @ weight.double().T + bias, inputs)
+    assert calls == ["products"] * 2
+
+
+@needs_numba
+@pytest.mark.parametrize("kind", ["plain", "gelu", "scaled", "without a gate"])
+def test_experts_of_prompts_in_float32_equal_the_formula(kind: str, calls: list[str]) -> None:
+    """One expert has more tokens than a panel holds, one has none, and one slot is empty."""
+    torch.manual_seed(1)
+    tokens, hidden, activation = 300, 136, GatedGelu() if kind == "gelu" else None
+    shapes = 1 if kind == "without a gate" else 2
+    experts = [
+        expert_of(
+            [*(matrix(width, hidden, torch.float32) for _ in range(shapes)), matrix(hidden, width, torch.float32)],
+            activation,
+        )
+        for width in (36, 4, 300, 64)
+    ]
+    x_TD, weights_TS = torch.randn(tokens, hidden), torch.rand(tokens, 2)
+    chosen_TS = torch.stack([torch.tensor([0, 1 + token % 2]) for token in range(tokens)])
+    chosen_TS[0, 1] = NO_EXPERT
+    scales_TS = torch.rand(tokens, 2) if kind == "scaled" else None
+
+    def made(own: slice) -> Tensor:
+        scales = None if scales_TS is None else scales_TS[own]
+        with torch.inference_mode():
+            y = CompiledExperts()(x_TD[own], experts, Selection(chosen_TS[own], weights_TS[own]), scales, PROMPT)
+        assert y is not None
+        return y
+
+    y, exact = made(slice(None)), torch.zeros(tokens, hidden, dtype=torch.float64)
+    assert y.dtype == torch.float32 and calls == ["swiglu"]
+    for token in range(tokens):
+        for slot, expert in enumerate(chosen_TS[token].tolist()):
+            if expert != NO_EXPERT:
+                scale = 1.0 if scales_TS is None else scales_TS[token, slot].double()
+                exact[token] += weights_TS[token, slot].double() * formula(experts[expert], x_TD[token].double() * scale)
+    assert is_near(y, exact)
+    assert torch.equal(torch.cat([made(slice(0, 7)), made(slice(7, 220)), made(slice(220, None))]), y)
+
+
+@needs_numba
+def test_torch_computes_prompts_in_float16_many_rows_gradients_and_other_weights(calls: list[str]) -> None:
     torch.manual_seed(2)
     weight, other = matrix(96, 64, torch.float32), matrix(96, 64, torch.float64)
     low_bit = quantise(torch.randn(96, 64), 8, 32, torch.float32)
     x = torch.randn(FLOATS_MAX_ROWS + 1, 64)
     with torch.inference_mode():
         assert torch.equal(linear(x, weight, choice=DECODING), F.linear(x, weight))
-        assert torch.equal(linear(x[:2], weight, choice=PROMPT), F.linear(x[:2], weight))
+        halves = x[:2].half(), weight.half()
+        assert torch.equal(linear(*halves, choice=PROMPT), linear(*halves))
         assert torch.equal(linear(x[:2].double(), other, choice=DECODING), F.linear(x[:2].double(), other))
         exact = F.linear(x[:2], low_bit.dequantised(torch.float32))
         assert torch.equal(linear(x[:2], low_bit, choice=DECODING), exact), "vectors are not rounded to 8 bits"
