@@ -1,6 +1,6 @@
 """Plain matrices times a few vectors: each dot product is summed in one order, whatever the number of vectors.
 
-A tile multiplies one or two matrix rows with up to four vectors, so that each weight is read once for all of them. Vectors
+A tile multiplies up to four matrix rows with up to four vectors, so that each weight is read once for all of them. Vectors
 are float32. For weights in bfloat16 they are rounded to it where the processor multiplies pairs of bfloat16 (AVX512-BF16).
 """
 
@@ -38,7 +38,7 @@ from engine.kernels.compiler.instructions import (
     widened_halves,
 )
 from engine.kernels.compiler.memory import floats, halves
-from engine.kernels.compiler.processor import MULTIPLIES_BFLOAT16
+from engine.kernels.compiler.processor import LONG_VECTOR, MULTIPLIES_BFLOAT16
 
 MULTIPLY = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 """The signature of the kernels that multiply a few vectors:
@@ -47,11 +47,12 @@ vectors, how many they are, results, stride). The product of matrix row w and ve
 float32 results."""
 PREPARE = "void(int64, int64, int64)"
 """The signature of the kernels that prepare float32 values for `MULTIPLY`. Arguments: (values, how many, result)."""
-_SUMS, _PAIR_SUMS = 4, 2
-"""Number of vector registers that accumulate one product, and the number where pairs of bfloat16 are multiplied. There are
-several registers because additions to the same register would wait for each other."""
-_LINE_BITS = 8 * 64
-"""Bits of a line of the caches."""
+_PAIR_SUMS = 2
+"""Number of vector registers that accumulate one product of pairs of bfloat16, so that additions do not wait for each other.
+
+Products of float32 have one: with four, matrices of long vectors were read more slowly from memory, and four vectors did not
+fit into the registers of AVX2.
+"""
 _TILE = types.void(types.int64, types.int64, types.int64, types.int64, types.int64)
 
 
@@ -94,28 +95,23 @@ def _products(bits: int, read: Callable[[Any, Any, int], Any]) -> Any:
 def _dot_products(builder: Any, weights: tuple[Any, int, Any], x_rows: list[Any], inputs: Any) -> list[Any]:
     """Emit the products of one matrix row with vectors of float32. weights: address of the row, and as in `_products`."""
     address, bits, read = weights
-    rows = len(x_rows)
+    rows, vector_bytes = len(x_rows), builder.mul(inputs, INDEX(4))
 
-    def multiplied(size: int, parts: int) -> Any:
+    def multiplied(size: int) -> Any:
         def step(index: Any, sums: list[Any]) -> list[Any]:
-            made = []
-            for part in range(parts):
-                place = builder.add(index, INDEX(part * size))
-                own = at(builder, address, place, bits // 8)
-                w = read(builder, own, size)
-                if part * size * bits % _LINE_BITS == 0:
-                    fetch_weights(builder, own, AHEAD[bits], rows)
-                x = [load(builder, at(builder, row, place, 4), many(FLOAT, size)) for row in x_rows]
-                made += [builder.fmul(w, each, flags=("contract",)) for each in x]
-            return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, made, strict=True)]
+            own = at(builder, address, index, bits // 8)
+            w = read(builder, own, size)
+            if size == LANES:
+                fetch_weights(builder, own, size * bits // 8, AHEAD[bits], (rows, vector_bytes))
+            x = [load(builder, at(builder, row, index, 4), many(FLOAT, size)) for row in x_rows]
+            return [add_product(builder, total, w, each) for total, each in zip(sums, x, strict=True)]
 
         return step
 
-    most, whole = builder.and_(inputs, INDEX(-LANES * _SUMS)), builder.and_(inputs, INDEX(-LANES))
-    zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * _SUMS)
-    sums = loop(builder, INDEX(0), most, LANES * _SUMS, zeros, multiplied(LANES, _SUMS))
-    sums = loop(builder, most, whole, LANES, add_halves(builder, sums, rows), multiplied(LANES, 1))
-    return loop(builder, whole, inputs, 1, added_up(builder, sums), multiplied(1, 1))
+    whole = builder.and_(inputs, INDEX(-LANES))
+    zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * rows
+    sums = loop(builder, INDEX(0), whole, LANES, zeros, multiplied(LANES))
+    return loop(builder, whole, inputs, 1, added_up(builder, sums), multiplied(1))
 
 
 def _pair_tile(rows: int, matrix_rows: int) -> Any:
@@ -133,7 +129,7 @@ def _pair_tile(rows: int, matrix_rows: int) -> Any:
         weight_address, x_address, inputs, result_address, stride = arguments
         x_rows = [at(builder, x_address, builder.mul(inputs, INDEX(r)), 2) for r in range(rows)]
         w_rows = [at(builder, weight_address, builder.mul(inputs, INDEX(w)), 2) for w in range(matrix_rows)]
-        products = rows * matrix_rows
+        products, vector_bytes = rows * matrix_rows, builder.mul(inputs, INDEX(2))
 
         def dots(parts: int) -> Any:
             def step(index: Any, sums: list[Any]) -> list[Any]:
@@ -142,7 +138,7 @@ def _pair_tile(rows: int, matrix_rows: int) -> Any:
                     place = builder.add(index, INDEX(part * size))
                     w = [load(builder, at(builder, row, place, 2), INTS) for row in w_rows]
                     for row in w_rows:
-                        fetch_weights(builder, at(builder, row, place, 2), AHEAD[16], rows)
+                        fetch_weights(builder, at(builder, row, place, 2), 2 * size, AHEAD[16], (rows, vector_bytes))
                     for row in x_rows:
                         x = load(builder, at(builder, row, place, 2), INTS)
                         for each in w:
@@ -171,8 +167,8 @@ def _pair_tile(rows: int, matrix_rows: int) -> Any:
     return intrinsic(tile)
 
 
-_ROW_OF_1, _PAIR_OF_1, _PAIR_OF_2 = _pair_tile(1, 1), _pair_tile(1, 2), _pair_tile(2, 2)
-_PAIR_OF_3, _PAIR_OF_4 = _pair_tile(3, 2), _pair_tile(4, 2)
+_ROW_OF_1, _FOUR_OF_1, _PAIR_OF_1 = _pair_tile(1, 1), _pair_tile(1, 4), _pair_tile(1, 2)
+_PAIR_OF_2, _PAIR_OF_3, _PAIR_OF_4 = _pair_tile(2, 2), _pair_tile(3, 2), _pair_tile(4, 2)
 
 
 WORK: Any = None
@@ -197,10 +193,16 @@ for _name, _bits, _read in (
 def multiply_pairs(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
-    """Multiply bfloat16 matrix rows with bfloat16 vectors. Two matrix rows at once share each read of the vectors."""
+    """Multiply bfloat16 matrix rows with bfloat16 vectors. Two matrix rows at once share each read of the vectors, and four
+    share those of one long vector. A short one is multiplied row by row, as memory is read fastest.
+    """
     place = 0
     while place < count:
         w = weights + 2 * place * inputs
+        if rows == 1 and 2 * inputs > LONG_VECTOR and place + 4 <= count:
+            _FOUR_OF_1(w, x, inputs, results + 4 * place, stride)
+            place += 4
+            continue
         alone = rows == 1 or place + 1 == count
         row = 0
         while row < rows:

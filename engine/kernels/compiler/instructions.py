@@ -11,6 +11,7 @@ from llvmlite import ir
 
 from engine.kernels.compiler.processor import (
     IS_ARM,
+    LONG_VECTOR,
     MIXES_SIGNS,
     MULTIPLIES_INTEGERS,
     PREFETCHING,
@@ -26,18 +27,34 @@ FLOATS, INTS, SHORTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), i
 IN_ORDER = ("contract",)
 """Flags of operations whose order must stay. Operations without flags may be reordered (compiling.py), differently for each
 number of rows of a product."""
+LINE = 64
+"""Bytes of a line of the caches."""
 AHEAD = {32: 8192, 16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
 """Bytes that weights of so many bits are prefetched ahead; see `fetch_weights`."""
 
 
-def fetch_weights(builder: Any, address: Any, ahead: int, vectors: int) -> None:
-    """Prefetch weights of a matrix so many bytes ahead, as `PREFETCHING` says. vectors: how many it is multiplied with.
+def fetch_weights(builder: Any, start: Any, size: int, ahead: int, vectors: tuple[int, Any]) -> None:
+    """Prefetch what lies so many bytes behind `size` bytes of weights, as `PREFETCHING` says.
 
-    Into the second-level cache they are prefetched from twice as far: it is larger.
+    vectors: how many the weights are multiplied with, and the bytes of each. Into the second-level cache, weights are
+    prefetched from twice as far: it is larger.
     """
-    cache = PREFETCHING.one_vector if vectors == 1 else PREFETCHING.several
-    if cache is not None:
-        fetch(builder, builder.add(address, INDEX(2 * ahead if cache == SECOND_LEVEL else ahead)), cache)
+
+    def lines(cache: int | None) -> None:
+        for line in range(0, size, LINE) if cache is not None else ():
+            fetch(builder, builder.add(start, INDEX(line + (2 * ahead if cache == SECOND_LEVEL else ahead))), cache)
+
+    count, vector_bytes = vectors
+    if count > 1:
+        lines(PREFETCHING.several)
+    elif PREFETCHING.one_vector == PREFETCHING.one_long_vector:
+        lines(PREFETCHING.one_vector)
+    else:
+        with builder.if_else(builder.icmp_signed(">", vector_bytes, INDEX(LONG_VECTOR))) as (long, short):
+            with long:
+                lines(PREFETCHING.one_long_vector)
+            with short:
+                lines(PREFETCHING.one_vector)
 
 
 def fetch(builder: Any, address: Any, cache: int = SECOND_LEVEL) -> None:

@@ -49,12 +49,16 @@ class Prefetching(NamedTuple):
 
     one_vector: int | None = FIRST_LEVEL
     """Weights that are multiplied with one vector."""
+    one_long_vector: int | None = FIRST_LEVEL
+    """Weights that are multiplied with one vector of more than `LONG_VECTOR` bytes."""
     several: int | None = FIRST_LEVEL
     """Weights that are multiplied with several vectors at once, and perhaps read once more for further ones."""
 
 
-PREFETCHING = {"znver4": Prefetching(None, SECOND_LEVEL)}.get(HOST, Prefetching())
+PREFETCHING = {"znver4": Prefetching(None, SECOND_LEVEL, SECOND_LEVEL)}.get(HOST, Prefetching())
 """That of this processor, whatever instructions the kernels are compiled for. docs/LOG.md has the measurements."""
+LONG_VECTOR = 12 * 1024
+"""Bytes of a vector that leaves too little of a first-level cache of 32 kB to the weights that it is multiplied with."""
 _features_list = FEATURES.split(",")
 ADDS_DOT_PRODUCTS = IS_ARM and "+dotprod" in _features_list
 """Whether an ARM processor adds up products of four signed bytes."""

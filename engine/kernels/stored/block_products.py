@@ -76,8 +76,9 @@ def _row_products(builder: Any, kind: BlockKind, weights: Any, vectors: list[Any
     def taking(blocks: int) -> Any:
         def body(index: Any, sums: list[Any]) -> list[Any]:
             start = builder.add(weights, parts(builder, index, kind.numbers, kind.bytes))
-            for line in range(0, blocks * kind.bytes, 64) if blocks == kind.blocks else ():
-                fetch_weights(builder, builder.add(start, INDEX(line)), _AHEAD, len(vectors))
+            if blocks == kind.blocks:
+                own = len(vectors), vectors[0].bytes(builder, inputs)
+                fetch_weights(builder, start, blocks * kind.bytes, _AHEAD, own)
             group, made, first = kind.unpacked(builder, start, blocks), [], 0
             for vector, size in zip(vectors, sizes, strict=True):
                 made += vector.added(index, group, sums[first : first + size])

@@ -130,8 +130,8 @@ def _row_products(builder: Any, matrix: Matrix, row: tuple[Any, Any], vectors: l
         def body(index: Any, sums: list[Any]) -> list[Any]:
             start = builder.add(weights, parts(builder, index, kind.numbers))
             if size == kind.step:
-                for line in range(0, size // kind.numbers, 64):
-                    fetch_weights(builder, builder.add(start, INDEX(line)), _AHEAD[kind.bits], len(vectors))
+                vector_bytes = builder.mul(inputs, INDEX(2 if pairs else 4))
+                fetch_weights(builder, start, size // kind.numbers, _AHEAD[kind.bits], (len(vectors), vector_bytes))
             scales, made = matrix.scales(own_scales, index, size), list(sums)
             open_sums: dict[tuple[int, tuple[int, ...]], Any] = {}
             for offset in range(0, size, unit):

@@ -100,8 +100,8 @@ def _row_products(builder: Any, matrix: Matrix, row: tuple[Any, Any], vectors: l
 
         def body(index: Any, sums: list[Any]) -> list[Any]:
             start, made = builder.add(weights, parts(builder, index, 2)), list(sums)
-            for line in range(0, size // 2, 64) if size == CHUNK else ():
-                fetch_weights(builder, builder.add(start, INDEX(line)), _AHEAD, len(vectors))
+            if size == CHUNK:
+                fetch_weights(builder, start, size // 2, _AHEAD, (len(vectors), vectors[0].size(builder, inputs)))
             scales = spread(builder, matrix.scales(own_scales, index, size), 0, matrix.kind.group // GROUP, groups)
             own = [builder.fmul(scales, vector.scales(index, groups), flags=IN_ORDER) for vector in vectors]
             for r, vector in enumerate(vectors):

@@ -43,7 +43,7 @@ from engine.kernels.stored.byte_dots import RoundedVector, add_dots
 from engine.kernels.stored.forms import form_at
 from engine.kernels.stored.rounded_vectors import CHUNK, ROUNDED, UNIT
 from engine.kernels.stored.scheme import BITS
-from engine.kernels.stored.unpacking import REGISTER, rest_of_row, rest_places, unit_of_row
+from engine.kernels.stored.unpacking import rest_of_row, rest_places, unit_of_row
 
 GROUP_SIZES = (32, 64, 128)
 """Group sizes, in weights that share a scale, that the kernels support."""
@@ -139,12 +139,10 @@ class _MatrixRow:
         for r, vector in enumerate(vectors):
             sums[3 * r + 2] = add_product(builder, sums[3 * r + 2], scales_of_16, vector.offsets(index, LANES))
         start = builder.add(self._weights, parts(builder, index, 8, bits))
-        fetched = 0
+        vector_bytes = vectors[0].size(builder, vectors[0].inputs)
+        fetch_weights(builder, start, CHUNK * bits // 8, AHEAD[bits], (len(vectors), vector_bytes))
         for step in range(CHUNK // unit):
             stored = unit_of_row(builder, at(builder, start, INDEX(step * unit * bits // 8), 1), bits)
-            while fetched < (step + 1) * unit * bits // 8:  # each line of memory once
-                fetch_weights(builder, builder.add(start, INDEX(fetched)), AHEAD[bits], len(vectors))
-                fetched += REGISTER
             first = step * unit // ROUNDED
             for r, vector in enumerate(vectors):
                 dots = vector.dots(builder.add(index, INDEX(step * unit)), stored, bits)

@@ -75,7 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @needs_numba
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, FLOATS_MAX_ROWS])
-@pytest.mark.parametrize("inputs", [1, 17, 48, 70, 256, 330])
+@pytest.mark.parametrize("inputs", [1, 17, 48, 70, 256, 330, 3300])
 def test_products_equal_the_formula_and_have_the_same_bits_alone(
     dtype: torch.dtype, rows: int, inputs: int, calls: list[str]
 ) -> None:
@@ -94,7 +94,7 @@ def test_products_equal_the_formula_and_have_the_same_bits_alone(
 
 
 @needs_numba
-@pytest.mark.parametrize("inputs", [17, 330])
+@pytest.mark.parametrize("inputs", [17, 330, 3300])
 def test_bfloat16_is_multiplied_in_float32(inputs: int) -> None:
     torch.manual_seed(4)
     weight, x = matrix(9, inputs, torch.bfloat16), torch.randn(5, inputs).bfloat16()

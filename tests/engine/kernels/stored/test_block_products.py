@@ -76,9 +76,11 @@ def test_exact_products_are_those_of_the_dequantized_matrix(name: str) -> None:
 
 @needs_integers
 @pytest.mark.parametrize("name", SCALES)
-def test_products_differ_by_the_rounding_of_the_vectors(name: str) -> None:
+@pytest.mark.parametrize("further", [0, 12 * 1024])  # a short vector, and a long one
+def test_products_differ_by_the_rounding_of_the_vectors(further: int, name: str) -> None:
     """Each value of a vector is rounded by at most 1 / 254 of the largest of its 32."""
-    weight, inputs = block_weight(name, 12, size(name)), size(name)
+    inputs = size(name) + further
+    weight = block_weight(name, 12, inputs)
     x = torch.randn(7, inputs).bfloat16()
     x[2, 32:64] = 0.0
     assert kernel_form(kernels, [weight]) == kernels.BLOCKS
