@@ -194,7 +194,7 @@ def multiply_pairs(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
     """Multiply bfloat16 matrix rows with bfloat16 vectors. Two matrix rows at once share each read of the vectors, and four
-    share those of one long vector. A short one is multiplied row by row, as memory is read fastest.
+    share those of one long vector. A short one is multiplied row by row, because memory delivers one stream fastest.
     """
     place = 0
     while place < count:
