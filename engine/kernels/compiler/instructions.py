@@ -41,8 +41,10 @@ def fetch_weights(builder: Any, start: Any, size: int, ahead: int, vectors: tupl
     """
 
     def lines(cache: int | None) -> None:
-        for line in range(0, size, LINE) if cache is not None else ():
-            fetch(builder, builder.add(start, INDEX(line + (2 * ahead if cache == SECOND_LEVEL else ahead))), cache)
+        if cache is not None:
+            distance = 2 * ahead if cache == SECOND_LEVEL else ahead
+            for line in range(distance, distance + size, LINE):
+                fetch(builder, builder.add(start, INDEX(line)), cache)
 
     count, vector_bytes = vectors
     if count > 1:

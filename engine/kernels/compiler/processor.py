@@ -49,14 +49,15 @@ class Prefetching(NamedTuple):
 
     one_vector: int | None = FIRST_LEVEL
     """Weights that are multiplied with one vector."""
-    one_long_vector: int | None = FIRST_LEVEL
+    one_long_vector: int | None = SECOND_LEVEL
     """Weights that are multiplied with one vector of more than `LONG_VECTOR` bytes."""
     several: int | None = FIRST_LEVEL
     """Weights that are multiplied with several vectors at once, and perhaps read once more for further ones."""
 
 
 PREFETCHING = {"znver4": Prefetching(None, SECOND_LEVEL, SECOND_LEVEL)}.get(HOST, Prefetching())
-"""That of this processor, whatever instructions the kernels are compiled for. docs/LOG.md has the measurements."""
+"""That of this processor, whatever instructions the kernels are compiled for. docs/LOG.md has the measurements: those of one
+short vector and of several are of Zen 4 and Zen 5, and those of a long one of Zen 4 alone."""
 LONG_VECTOR = 12 * 1024
 """Bytes of a vector that leaves too little of a first-level cache of 32 kB to the weights that it is multiplied with."""
 _features_list = FEATURES.split(",")
