@@ -34,10 +34,10 @@ AHEAD = {32: 8192, 16: 8192, 8: 4096, 4: 8192, 3: 2048, 2: 2048}
 
 
 def fetch_weights(builder: Any, start: Any, size: int, ahead: int, vectors: tuple[int, Any]) -> None:
-    """Prefetch what lies so many bytes behind `size` bytes of weights, as `PREFETCHING` says.
+    """Prefetch the weights that lie `ahead` bytes after these `size` bytes of weights, as `PREFETCHING` says.
 
-    vectors: how many the weights are multiplied with, and the bytes of each. Into the second-level cache, weights are
-    prefetched from twice as far: it is larger.
+    Into the second-level cache they are prefetched from twice as far: it is larger. vectors: how many the weights are
+    multiplied with, and the bytes of each.
     """
 
     def lines(cache: int | None) -> None:
