@@ -49,8 +49,8 @@ PREPARE = "void(int64, int64, int64)"
 """The signature of the kernels that prepare float32 values for `MULTIPLY`. Arguments: (values, how many, result)."""
 _PAIR_SUMS = 2
 """Number of vector registers that accumulate one product of pairs of bfloat16, so that additions do not wait for each other.
-A product of float32 has one register: with four, memory was read more slowly where vectors are long, and four vectors did not
-fit into the registers of AVX2."""
+A product of float32 has one register: with four, memory was read more slowly where vectors are long, and four vectors did
+not fit into the registers of AVX2."""
 _TILE = types.void(types.int64, types.int64, types.int64, types.int64, types.int64)
 
 
