@@ -159,7 +159,7 @@ def _tile_multiplier(tile: Tile, way: _Way) -> Any:
     return intrinsic(multiply_tile)
 
 
-def _multiplier(tile: Tile, way: _Way) -> Any:
+def _multiplier(name: str, tile: Tile, way: _Way) -> Any:
     """Return a function of (matrix, its rows, panel, bytes of a step of it, steps, vectors, results) that adds the products
     of all rows and vectors to float32 results [rows, 16 · vectors of the whole panel].
 
@@ -169,15 +169,15 @@ def _multiplier(tile: Tile, way: _Way) -> Any:
     multiply_tile = _tile_multiplier(tile, way)
     each_rows, most_vectors = tile.rows, tile.vectors
 
-    @helper
-    def rows_of_tile(left: Any) -> Any:
+    def largest(left: Any) -> Any:
         """Return the number of rows of the next tile, where so many are left."""
         for rows in each_rows:
             if rows <= left:
                 return rows
         return 0
 
-    @helper
+    rows_of_tile = helper(largest, f"rows_of_tile_of_{name}")
+
     def multiply(matrix: Any, count: Any, panel: Any, panel_step: Any, steps: Any, vectors: Any, results: Any) -> None:
         (weights, row_bytes, step_bytes), (multiplied, result_vectors) = matrix, vectors
         stride = VECTOR_BYTES * result_vectors
@@ -190,10 +190,11 @@ def _multiplier(tile: Tile, way: _Way) -> Any:
                 multiply_tile(rows, own, w, row_bytes, step_bytes, x, panel_step, steps, y + row * stride, stride)
                 row += rows
 
-    return multiply
+    return helper(multiply, f"multiply_{name}")
 
 
-_multiply_pairs, _multiply_floats = _multiplier(_OF_PAIRS, _PAIRS), _multiplier(_OF_FLOATS, _FLOATS)
+_multiply_pairs = _multiplier("pairs", _OF_PAIRS, _PAIRS)
+_multiply_floats = _multiplier("floats", _OF_FLOATS, _FLOATS)
 _PART = _OF_FLOATS.steps
 """Number of inputs that are copied at once."""
 _COPIED_VECTORS = _OF_FLOATS.vectors

@@ -37,8 +37,23 @@ def inline(function: Any) -> Any:
     return numba.njit(fastmath=_MATHS, inline="always", error_model="numpy")(function)
 
 
-def helper(function: Any) -> Any:
-    """Decorate a function that is compiled with each kernel that calls it, and that cannot be called from Python."""
+_HELPERS: set[tuple[str, str]] = set()
+"""Modules and names of all helpers."""
+
+
+def helper(function: Any, name: str = "") -> Any:
+    """Decorate a function that is compiled with each kernel that calls it, and that cannot be called from Python.
+
+    name: its name, where several functions are made of the same lines. If two had one name, and different processes had
+    compiled the kernels that call them, a process that loads both kernels would run the first function in both.
+
+    Raises:
+        ValueError: another helper has this name.
+    """
+    function.__qualname__ = name or function.__qualname__
+    if (place := (function.__module__, function.__qualname__)) in _HELPERS:
+        raise ValueError(f"{place[0]} has two helpers with the name {place[1]}; give each a name of its own")
+    _HELPERS.add(place)
     made = numba.njit(fastmath=_MATHS, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
     return made(function)
 

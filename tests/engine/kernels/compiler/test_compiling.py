@@ -199,3 +199,19 @@ def test_every_kernel_that_another_calls_has_a_place_in_the_table() -> None:
     names = set(compiling.TABLE.dtype.names or ())
     called = {name for kernel in compiling.KERNELS.values() for name in kernel._calls}
     assert called <= names and all(name in compiling.KERNELS for name in names)
+
+
+def test_no_two_helpers_have_one_name() -> None:
+    """Numba tells functions of one name apart by a number, which two processes may give to different ones."""
+
+    def made() -> Any:
+        def some_work(value: Any) -> Any:
+            return value
+
+        return some_work
+
+    first = compiling.helper(made())
+    with pytest.raises(ValueError, match="two helpers with the name"):
+        compiling.helper(made())
+    second = compiling.helper(made(), "other_work")
+    assert [each.py_func.__qualname__.rpartition(".")[2] for each in (first, second)] == ["some_work", "other_work"]
