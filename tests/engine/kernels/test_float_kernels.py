@@ -109,12 +109,8 @@ def test_bfloat16_is_multiplied_in_float32(inputs: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, FLOATS_MAX_ROWS])
 def test_experts_equal_the_formula(dtype: torch.dtype, kind: str, tokens: int, calls: list[str]) -> None:
     torch.manual_seed(1)
-    hidden, activation = 70, GatedGelu() if kind == "gelu" else None
-    shapes = 1 if kind == "without a gate" else 2
-    experts = [
-        expert_of([*(matrix(width, hidden, dtype) for _ in range(shapes)), matrix(hidden, width, dtype)], activation)
-        for width in (33, 1, 300, 64)
-    ]
+    hidden = 70
+    experts = experts_of(kind, hidden, (33, 1, 300, 64), dtype)
     for weight in experts[-1].projections:  # an expert that nobody chooses is not read
         weight.data.fill_(torch.nan)
     x_TD, weights_TS = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 2)
@@ -124,13 +120,26 @@ def test_experts_equal_the_formula(dtype: torch.dtype, kind: str, tokens: int, c
     with torch.inference_mode():
         made = CompiledExperts()(x_TD, experts, Selection(chosen_TS, weights_TS), scales_TS, DECODING)
     assert made is not None and made.dtype == dtype and calls == ["swiglu"]
-    exact = torch.zeros(tokens, hidden, dtype=torch.float64)
-    for token in range(tokens):
-        for slot, expert in enumerate(chosen_TS[token].tolist()):
-            if expert != NO_EXPERT:
-                scale = 1.0 if scales_TS is None else scales_TS[token, slot].double()
-                exact[token] += weights_TS[token, slot].double() * formula(experts[expert], x_TD[token].double() * scale)
-    assert is_near(made, exact)
+    assert is_near(made, summed(experts, x_TD, chosen_TS, weights_TS, scales_TS))
+
+
+def summed(experts: list[Expert], x_TD: Tensor, chosen_TS: Tensor, weights_TS: Tensor, scales_TS: Tensor | None) -> Tensor:
+    """Return the sums of the chosen experts' outputs in float64, one after another."""
+    exact_TD = torch.zeros_like(x_TD, dtype=torch.float64)
+    for token, slot in (chosen_TS != NO_EXPERT).nonzero().tolist():
+        scale = 1.0 if scales_TS is None else scales_TS[token, slot].double()
+        made = formula(experts[chosen_TS[token, slot]], x_TD[token].double() * scale)
+        exact_TD[token] += weights_TS[token, slot].double() * made
+    return exact_TD
+
+
+def experts_of(kind: str, hidden: int, widths: tuple[int, ...], dtype: torch.dtype) -> list[Expert]:
+    """Return random experts of these widths. kind: `gelu`, `without a gate`, or another."""
+    activation, ins = GatedGelu() if kind == "gelu" else None, 1 if kind == "without a gate" else 2
+    return [
+        expert_of([*(matrix(width, hidden, dtype) for _ in range(ins)), matrix(hidden, width, dtype)], activation)
+        for width in widths
+    ]
 
 
 def formula(expert: Expert, x_D: Tensor) -> Tensor:
@@ -187,15 +196,8 @@ def test_prompts_in_float32_equal_the_formula_and_have_the_same_bits_in_pieces(
 def test_experts_of_prompts_in_float32_equal_the_formula(kind: str, calls: list[str]) -> None:
     """One expert has more tokens than a panel holds, one has none, and one slot is empty."""
     torch.manual_seed(1)
-    tokens, hidden, activation = 300, 136, GatedGelu() if kind == "gelu" else None
-    shapes = 1 if kind == "without a gate" else 2
-    experts = [
-        expert_of(
-            [*(matrix(width, hidden, torch.float32) for _ in range(shapes)), matrix(hidden, width, torch.float32)],
-            activation,
-        )
-        for width in (36, 4, 300, 64)
-    ]
+    tokens, hidden = 300, 136
+    experts = experts_of(kind, hidden, (36, 4, 300, 64), torch.float32)
     x_TD, weights_TS = torch.randn(tokens, hidden), torch.rand(tokens, 2)
     chosen_TS = torch.stack([torch.tensor([0, 1 + token % 2]) for token in range(tokens)])
     chosen_TS[0, 1] = NO_EXPERT
@@ -208,14 +210,9 @@ def test_experts_of_prompts_in_float32_equal_the_formula(kind: str, calls: list[
         assert y is not None
         return y
 
-    y, exact = made(slice(None)), torch.zeros(tokens, hidden, dtype=torch.float64)
+    y = made(slice(None))
     assert y.dtype == torch.float32 and calls == ["swiglu"]
-    for token in range(tokens):
-        for slot, expert in enumerate(chosen_TS[token].tolist()):
-            if expert != NO_EXPERT:
-                scale = 1.0 if scales_TS is None else scales_TS[token, slot].double()
-                exact[token] += weights_TS[token, slot].double() * formula(experts[expert], x_TD[token].double() * scale)
-    assert is_near(y, exact)
+    assert is_near(y, summed(experts, x_TD, chosen_TS, weights_TS, scales_TS))
     assert torch.equal(torch.cat([made(slice(0, 7)), made(slice(7, 220)), made(slice(220, None))]), y)
 
 

@@ -68,7 +68,7 @@ def test_compiled_products_equal_float64(threads: int, rows: int, inputs: int) -
     x, weights = torch.randn(rows, inputs).bfloat16(), [torch.randn(count, inputs).bfloat16() for count in (37, 1, 8)]
     y = as_bfloat16(kernels.products(x.data_ptr(), rows, [addresses(w) for w in weights], [37, 1, 8], inputs))
     exact = x.double() @ torch.cat(weights).double().T
-    assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-6 * float(exact.abs().max()))
+    assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-5 * max(1.0, inputs / 300))
     assert (y == exact.float().bfloat16()).double().mean() > 0.99, "rounded once, from float32"
     for row in range(rows):  # bit-identical, whatever is computed beside it
         alone = kernels.products(x[row].data_ptr(), 1, [addresses(w) for w in weights], [37, 1, 8], inputs)

@@ -153,11 +153,12 @@ def test_products_of_integers_are_those_of_the_naive_matrix(kind: str, gap: int)
 
 
 @pytest.mark.parametrize("kind", FLOAT_TYPES)
-@pytest.mark.parametrize(
-    ("gap", "outputs", "further"), [(0, 1028, 0), (7, 1028, 0), (0, 36, 12 * 1024)]
-)  # a long vector last
+@pytest.mark.parametrize(("gap", "outputs", "further"), [(0, 1028, 0), (7, 1028, 0), (0, 36, 12 * 1024)])
 def test_products_are_those_of_the_naive_matrix(gap: int, outputs: int, further: int, kind: str) -> None:
-    """Nothing but the result is rounded, because vectors are bfloat16; and rows do not depend on what is beside them."""
+    """Nothing but the result is rounded, because vectors are bfloat16; and rows do not depend on what is beside them.
+
+    further: inputs that make the vectors long.
+    """
     inputs = inputs_of(kind) + further
     weight, x = weight_of(kind, outputs, inputs, gap=gap), torch.randn(7, inputs).bfloat16()
     expected = x.double() @ exact(weight).T
